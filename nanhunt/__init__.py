@@ -1,0 +1,44 @@
+"""nanhunt: where the first NaN or Inf of a PyTorch step was made, by what, and why."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from .errors import NanhuntError as NanhuntError
+    from .errors import NonFiniteError as NonFiniteError
+    from .errors import UsageError as UsageError
+    from .finding import Finding as Finding
+    from .finding import TensorStats as TensorStats
+    from .watcher import NonFiniteWarning as NonFiniteWarning
+    from .watcher import Watch as Watch
+    from .watcher import watch as watch
+
+# Public name -> the file it lives in, loaded when it is first used: importing nanhunt does not import torch.
+_WHERE = {
+    "Finding": "finding",
+    "NanhuntError": "errors",
+    "NonFiniteError": "errors",
+    "NonFiniteWarning": "watcher",
+    "TensorStats": "finding",
+    "UsageError": "errors",
+    "Watch": "watcher",
+    "watch": "watcher",
+}
+
+__all__ = sorted(_WHERE)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'nanhunt' has no attribute {name!r}: it offers {', '.join(__all__)}")
+    value = getattr(importlib.import_module("." + _WHERE[name], __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

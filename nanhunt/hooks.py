@@ -1,0 +1,200 @@
+"""The only file that registers hooks; all of them come off.
+
+Everything torch offers for looking on is used here and nowhere else: the global module hooks (they
+keep fast paths and results that per-module hooks change), tensor hooks, post-accumulate hooks, the
+optimizers' step hooks. Three things torch has no hook for are wrapped while a watch is on, and put
+back after: where a backward begins and ends, the GradScaler's methods, the recursion limit.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch.nn.modules import module as _nn_module
+from torch.nn.parameter import is_lazy
+from torch.optim import optimizer as _optimizer
+from torch.utils.hooks import RemovableHandle
+
+RAISED: Any = object()  # stands for the output of a module whose forward raised
+
+
+class Listener(Protocol):
+    """What a watch answers to. Nothing it returns is used; only the deliberate stop may be raised."""
+
+    def on_pre(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None: ...
+    def on_post(self, module: torch.nn.Module, args: Any, kwargs: Any, out: Any) -> None: ...
+    def on_backward_begin(self, roots: tuple[Any, ...]) -> None: ...
+    def on_backward_end(self, given: tuple[Any, ...], grads: Any, ok: bool) -> None: ...
+    def on_optimizer(self, optimizer: torch.optim.Optimizer, after: bool) -> None: ...
+    def on_scaler(self, scaler: Any, what: str, before: Any, after: Any) -> None: ...
+
+
+def skip_here() -> bool:
+    """True where looking is not possible: while a graph is traced, inside torch.func transforms."""
+    return torch._C._get_tracing_state() is not None or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def graph_task() -> int:
+    """Number of the backward that is running in this thread, -1 in forward."""
+    return int(torch._C._current_graph_task_id())
+
+
+class Attachment:
+    """All that one watch has hung into torch. `remove` takes it off again; it can be called twice."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._handles: list[Any] = []
+        self._params: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}
+        self._leaves: list[RemovableHandle] = []
+
+        # Dynamo traces global hooks into the graph: the first line is a constant for it, the rest is not seen.
+        def pre(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+            if torch.compiler.is_compiling():
+                return
+            listener.on_pre(module, args)
+
+        # On an exception torch calls it without kwargs, as hook(module, args, None).
+        def post(module: torch.nn.Module, args: Any, kwargs: Any, out: Any = RAISED) -> None:
+            if torch.compiler.is_compiling():
+                return
+            listener.on_post(module, args, kwargs, out)
+
+        self._handles.append(_nn_module.register_module_forward_pre_hook(pre))
+        self._handles.append(_nn_module.register_module_forward_hook(post, with_kwargs=True, always_call=True))
+        self._handles.append(
+            _optimizer.register_optimizer_step_pre_hook(lambda o, a, k: listener.on_optimizer(o, False))
+        )
+        self._handles.append(
+            _optimizer.register_optimizer_step_post_hook(lambda o, a, k: listener.on_optimizer(o, True))
+        )
+        _wrap(listener)
+        self._listener: Listener | None = listener
+
+    def parameters(
+        self, named: Iterable[tuple[str, torch.Tensor]], make: Callable[[str], Callable[[torch.Tensor], None]]
+    ) -> None:
+        """Hook the gradient of every parameter once; those that were replaced since are hooked anew."""
+        for name, p in named:
+            if id(p) in self._params or not p.requires_grad or is_lazy(p):
+                continue
+            if not p.is_leaf:
+                continue
+            self._params[id(p)] = (p, p.register_post_accumulate_grad_hook(make(name)))  # type: ignore[no-untyped-call]
+
+    def gradient(self, tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+        """Hook the gradient of a tensor. A leaf outlives the step, so its handle is kept for removal."""
+        handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+        if tensor.grad_fn is None:
+            self._leaves.append(handle)
+
+    def drop_leaves(self) -> None:
+        for handle in self._leaves:
+            handle.remove()
+        self._leaves.clear()
+
+    def remove(self) -> None:
+        if self._listener is None:
+            return
+        _unwrap(self._listener)
+        self._listener = None
+        self.drop_leaves()
+        for handle in self._handles:
+            handle.remove()
+        for p, handle in self._params.values():
+            handle.remove()
+            if not getattr(p, "_post_accumulate_grad_hooks", True):
+                setattr(p, "_post_accumulate_grad_hooks", None)  # noqa: B010  (as it was found; torch's stub is wrong)
+        self._handles.clear()
+        self._params.clear()
+
+
+# --- what torch has no hook for -----------------------------------------------------------------
+
+_lock = threading.RLock()
+_listeners: tuple[Listener, ...] = ()
+_originals: list[tuple[Any, str, Any]] = []
+_limit = 0
+_SCALER_METHODS = ("scale", "step", "update")
+
+
+def _wrap(listener: Listener) -> None:
+    global _listeners, _limit
+    with _lock:
+        _listeners = (*_listeners, listener)
+        if len(_listeners) > 1:
+            return
+        # Each watched level costs one more Python frame: a model near the limit must still fit.
+        _limit = sys.getrecursionlimit()
+        sys.setrecursionlimit(_limit + _limit // 3)
+        _replace(torch.autograd, "_engine_run_backward", _watched_backward)
+        scalers = [torch.amp.GradScaler]
+        while scalers:
+            cls = scalers.pop()
+            scalers.extend(cls.__subclasses__())
+            for name in _SCALER_METHODS:
+                if name in vars(cls):
+                    _replace(cls, name, functools.partial(_watched_scaler, name))
+
+
+def _unwrap(listener: Listener) -> None:
+    global _listeners
+    with _lock:
+        _listeners = tuple(one for one in _listeners if one is not listener)
+        if _listeners:
+            return
+        for place, name, original in reversed(_originals):
+            setattr(place, name, original)
+        _originals.clear()
+        sys.setrecursionlimit(_limit)
+
+
+def _replace(place: Any, name: str, make: Callable[[Any], Any]) -> None:
+    original = vars(place).get(name) if isinstance(place, type) else getattr(place, name, None)
+    if original is None:  # a private function of another torch: the loss is then not looked at
+        return
+    _originals.append((place, name, original))
+    setattr(place, name, make(original))
+
+
+def _watched_backward(run: Any) -> Any:
+    @functools.wraps(run)
+    def watched(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return run(t_outputs, *args, **kwargs)
+        listeners = _listeners
+        for listener in listeners:
+            listener.on_backward_begin(t_outputs)
+        # (outputs, grad_outputs, keep_graph, create_graph, inputs, ...): as torch.autograd calls the engine
+        given = args[3] if len(args) > 3 and isinstance(args[3], tuple) else ()
+        ok = False
+        grads = None
+        try:
+            grads = run(t_outputs, *args, **kwargs)
+            ok = True
+            return grads
+        finally:
+            # Newest first: when several see the same fault, the inner watch is the one that raises.
+            for listener in reversed(listeners):
+                listener.on_backward_end(given, grads, ok)
+
+    return watched
+
+
+def _watched_scaler(name: str, method: Any) -> Any:
+    @functools.wraps(method)
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        listeners = _listeners
+        given = args[0] if args else None
+        for listener in listeners:
+            listener.on_scaler(self, name + ":before", given, None)
+        out = method(self, *args, **kwargs)
+        for listener in reversed(listeners):
+            listener.on_scaler(self, name, given, out)
+        return out
+
+    return watched

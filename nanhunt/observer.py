@@ -1,0 +1,363 @@
+"""Module calls and gradients as they come: each tensor looked at once, told to the judge in order."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from . import frames, hooks, probe
+from .errors import NonFiniteError
+from .naming import Names, type_name
+from .recorder import Slots
+from .verdict import Call, Rec, common
+
+if TYPE_CHECKING:
+    from .judge import Judge
+
+TRAIL = 21  # calls that a report shows before the fault
+
+# Linear maps and piecewise linear ones: from finite gradients their derivative can overflow, not be undefined.
+_STEADY = (
+    "Linear Bilinear Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d Embedding EmbeddingBag "
+    "Identity Dropout Dropout1d Dropout2d Dropout3d ReLU ReLU6 LeakyReLU Flatten Unflatten Upsample PixelShuffle "
+    "AvgPool1d AvgPool2d AvgPool3d MaxPool1d MaxPool2d MaxPool3d AdaptiveAvgPool1d AdaptiveAvgPool2d"
+).split()
+
+
+class _Entry:
+    """What is known of a module before it is called."""
+
+    __slots__ = ("aliases", "builtin", "kwargs", "steady", "type_name")
+
+    def __init__(self, module: nn.Module, aliases: list[str]) -> None:
+        self.aliases = aliases
+        self.type_name = type_name(module)
+        self.builtin = type(module).__module__.startswith("torch.nn.modules.")
+        self.steady = self.builtin and self.type_name in _STEADY
+        self.kwargs = True  # until a call without keyword arguments has been seen
+
+
+class _Thread(threading.local):
+    """The running calls of one thread: in forward, and apart for each backward that recomputes."""
+
+    def __init__(self) -> None:
+        self.task = -1
+        self.stack: list[tuple[Call, list[Rec]]] = []  # each with what it was given
+        self.stacks: dict[int, list[tuple[Call, list[Rec]]]] = {}
+
+    def turn(self, task: int) -> None:
+        self.stacks[self.task] = self.stack
+        if task == -1:  # every backward of this thread is over
+            self.stacks = {-1: self.stacks.get(-1, [])}
+        self.task, self.stack = task, self.stacks.get(task, [])
+
+
+class Observer:
+    """Turns what the hooks see into `Call`s and `Rec`s. Its methods return None and never raise by accident."""
+
+    def __init__(self, names: Names, judge: Judge, *, sites: bool, defer: bool, failed: Callable[[Exception], None]):
+        self.on = False
+        self.names, self.judge, self.slots = names, judge, Slots()
+        self.attachment: hooks.Attachment | None = None
+        self.seen = 0  # tensors looked at
+        self.trail: deque[tuple[Call, list[Rec], list[Rec]]] = deque(maxlen=TRAIL)
+        self.param_takers: dict[int, list[Call]] = {}
+        self.last_call: dict[str, Call] = {}
+        self.blind: set[str] = set()
+        self.lowest: set[torch.dtype] = set()  # dtypes met in this step
+        self._sites, self._defer, self._failed = sites, defer, failed
+        self._local = _Thread()
+        self._lock = threading.Lock()
+        self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, Rec]] = {}
+        self._known_limit = 4096
+        self._counts: dict[str, int] = {}
+        self._entries: dict[int, _Entry] = {}
+        self._patience, self._waited = 1, 0
+        self._learn()
+
+    # --- names ------------------------------------------------------------------------------------
+
+    def _learn(self) -> None:
+        by_id = {id(m): m for m in _all_modules(self.names)}
+        old = self._entries
+        self._entries = {}
+        for key, aliases in self.names.modules.items():
+            entry = _Entry(by_id[key], aliases)
+            if key in old:
+                entry.kwargs = old[key].kwargs
+            self._entries[key] = entry
+
+    def _newcomer(self, module: nn.Module) -> _Entry | None:
+        """A module that is not in the tree as it was read: added since, or made on the fly in a forward."""
+        self._waited += 1
+        if self._waited < self._patience:
+            return None
+        self._waited = 0
+        if self.names.refresh():
+            self._learn()
+            self._patience = 1
+        else:  # made anew in every forward: do not read the tree each time
+            self._patience = min(self._patience * 2, 4096)
+        return self._entries.get(id(module))
+
+    def current_call(self) -> Call | None:
+        """The innermost running watched call of this thread, None outside the model."""
+        local = self._local
+        stack = local.stack if local.task == hooks.graph_task() else local.stacks.get(hooks.graph_task(), [])
+        return stack[-1][0] if stack else None
+
+    # --- module calls -----------------------------------------------------------------------------
+
+    def on_pre(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if hooks.skip_here():
+            self.blind.add("inside torch.func transforms or while a graph is traced nothing is looked at")
+            return
+        try:
+            self._enter(module, args)
+        except NonFiniteError:
+            raise
+        except Exception as failure:
+            self._failed(failure)
+
+    def on_post(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        if hooks.skip_here():
+            return
+        try:
+            self._leave(module, args, kwargs, out)
+        except NonFiniteError:
+            raise
+        except Exception as failure:
+            self._failed(failure)
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        local = self._local
+        task = hooks.graph_task()
+        if task != local.task:
+            local.turn(task)
+        stack = local.stack
+        entry = self._entries.get(id(module))
+        if entry is None:
+            if not stack:
+                return
+            entry = self._newcomer(module)
+            if entry is None:
+                return
+        again = task != -1  # a checkpoint's recomputation: the values were judged the first time
+        outermost = not stack and not again
+        if outermost:
+            self.judge.outermost()
+            if len(self._known) > self._known_limit:
+                self._prune()
+        if not self.on:
+            return
+        parent = stack[-1][0] if stack else None
+        path = entry.aliases[0] if len(entry.aliases) == 1 else common(parent.path if parent else "", entry.aliases)
+        nth = self._counts.get(path, 0) + (not again)
+        self._counts[path] = nth
+        call = Call(path, entry.type_name, max(nth, 1), parent, id(module))
+        call.steady, call.builtin = entry.steady, entry.builtin
+        if self._sites:
+            call.site = frames.user_site()
+        recs: list[Rec] = []
+        stack.append((call, recs))
+        self.last_call[path] = call
+        bad = False
+        for name, tensor in _arguments(args, deep=outermost):
+            bad |= self._take(tensor, name, call, recs, again)
+        kwargs: dict[str, Any] = {}
+        if entry.kwargs or not args:
+            kwargs = frames.call_kwargs()
+            entry.kwargs = bool(kwargs)
+            for key, value in kwargs.items():
+                for name, tensor in _arguments((value,), deep=outermost):
+                    bad |= self._take(tensor, (key, name[1]), call, recs, again)
+        if outermost:
+            self.judge.batch(recs, args, kwargs)
+        if not again:
+            self.tell(bad, functools.partial(self.judge.entered, call, recs), module, (args, kwargs))
+
+    def _take(self, tensor: torch.Tensor, name: Any, call: Call, recs: list[Rec], again: bool) -> bool:
+        if isinstance(tensor, nn.Parameter):
+            self.param_takers.setdefault(id(tensor), []).append(call)
+            return False
+        rec = self.look(tensor, name, call.parent, None, again)
+        if rec is None:
+            return False
+        rec.takers.append(call)
+        recs.append(rec)
+        return rec.bad
+
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        local = self._local
+        if hooks.graph_task() != local.task:
+            local.turn(hooks.graph_task())
+        stack = local.stack
+        at = len(stack) - 1
+        while at >= 0 and stack[at][0].module_id != id(module):
+            at -= 1
+        if at < 0:
+            return
+        call, taken = stack[at]
+        del stack[at:]
+        if out is hooks.RAISED or not self.on:
+            return
+        entry = self._entries.get(call.module_id)
+        if entry is not None and isinstance(kwargs, dict) and kwargs:
+            entry.kwargs = True
+        again = local.task != -1
+        outermost = not stack and not again
+        recs: list[Rec] = []
+        bad = False
+        for name, tensor in probe.leaves(out):
+            if isinstance(tensor, nn.Parameter):
+                continue
+            rec = self.look(tensor, ("output", name), call.parent, call, again)
+            if rec is None:
+                continue
+            rec.scope = call.parent  # a tensor that a child made and its parent hands on lives outside the parent
+            rec.exits = rec.exits or outermost
+            if call not in rec.makers:
+                rec.makers.append(call)
+            recs.append(rec)
+            bad |= rec.bad
+        if not again:
+            self.trail.append((call, taken, recs))
+            self.tell(
+                bad or outermost,
+                functools.partial(self.judge.left, call, recs, outermost),
+                module,
+                (out, args, kwargs),
+            )
+        if outermost:
+            self.drain()
+
+    # --- tensors ----------------------------------------------------------------------------------
+
+    def look(self, tensor: torch.Tensor, name: Any, scope: Call | None, maker: Call | None, again: bool) -> Rec | None:
+        """The record of a tensor: the one made before, or a new one with one reduction and one hook."""
+        try:
+            version = tensor._version
+        except RuntimeError:  # inference tensors do not count versions
+            version = -1
+        known = self._known.get(id(tensor))
+        if known is not None and known[1] == version and version >= 0 and known[0]() is tensor:
+            return known[2]
+        numbers = probe.payload(tensor)
+        if numbers is None:
+            return None
+        self.seen += 1
+        rec = Rec(name, str(tensor.dtype).removeprefix("torch."), scope, maker)
+        self.lowest.add(tensor.dtype)
+        if not again:
+            self._measure(numbers, rec)
+        if tensor.requires_grad and self.attachment is not None:
+            rec.leaf = tensor.grad_fn is None
+            self.attachment.gradient(tensor, functools.partial(self.on_gradient, rec))
+        self._known[id(tensor)] = (weakref.ref(tensor), version, rec)
+        return rec
+
+    def known(self, tensor: torch.Tensor) -> Rec | None:
+        """The record of a tensor that was looked at in this step."""
+        found = self._known.get(id(tensor))
+        return found[2] if found is not None and found[0]() is tensor else None
+
+    def _measure(self, numbers: torch.Tensor, rec: Rec) -> None:
+        if self._defer or numbers.device.type != "cpu":
+
+            def take(lo: float, hi: float) -> None:
+                rec.lo, rec.hi = lo, hi
+
+            with self._lock:
+                self.slots.put(numbers, take)
+        else:
+            rec.lo, rec.hi = probe.limits(numbers)
+
+    def on_gradient(self, rec: Rec, grad: torch.Tensor) -> None:
+        if not self.on or hooks.skip_here():
+            return
+        try:
+            self._gradient(grad, rec, None)
+        except NonFiniteError:
+            raise
+        except Exception as failure:
+            self._failed(failure)
+
+    def on_parameter(self, name: str, param: torch.Tensor) -> None:
+        if not self.on or param.grad is None:
+            return
+        try:
+            self._gradient(param.grad, None, (name, id(param)))
+        except NonFiniteError:
+            raise
+        except Exception as failure:
+            self._failed(failure)
+
+    def _gradient(self, grad: torch.Tensor, rec: Rec | None, param: tuple[str, int] | None) -> None:
+        numbers = probe.payload(grad)
+        if numbers is None:
+            return
+        self.seen += 1
+        # Its own reading: the same tensor gets a gradient in each backward over the graph.
+        reading = Rec("grad", str(grad.dtype).removeprefix("torch."), None, None)
+        self._measure(numbers, reading)
+        if rec is not None:
+            self.tell(True, functools.partial(self.judge.gradient, rec, reading), None, grad)
+        else:
+            assert param is not None
+            self.tell(reading.bad, functools.partial(self.judge.parameter, param, reading), None, grad)
+
+    # --- telling ----------------------------------------------------------------------------------
+
+    def tell(self, worth: bool, event: Callable[..., None], module: nn.Module | None, hand: Any) -> None:
+        """Pass an event on: at once with the tensors in hand, or, when ranges wait on a device, later without."""
+        if self._defer or self.slots.waiting:
+            self.slots.events.append(functools.partial(event, None, None))
+        elif worth or self.judge.alert:
+            event(module, hand)
+
+    def drain(self) -> None:
+        """Read the device, if anything waits there, and judge what was read."""
+        if self.slots.waiting or self.slots.events:
+            self.slots.drain()
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    def new_step(self) -> None:
+        self._counts.clear()
+        self._known.clear()
+        self.param_takers.clear()
+        self.last_call.clear()
+        self.lowest.clear()
+        self.slots.forget()
+        if self.attachment is not None:
+            self.attachment.drop_leaves()
+
+    def interrupted(self) -> None:
+        """The user's program left by an exception: what was running is not running any more."""
+        self._local.stack.clear()
+
+    def _prune(self) -> None:
+        self._known = {k: v for k, v in self._known.items() if v[0]() is not None}
+        self._known_limit = max(4096, 2 * len(self._known))
+
+
+def _all_modules(names: Names) -> Iterator[nn.Module]:
+    return iter(names.model.modules())
+
+
+def _arguments(args: tuple[Any, ...], *, deep: bool) -> Iterator[tuple[Any, torch.Tensor]]:
+    """((position, path inside), tensor) of the arguments of a call."""
+    for i, arg in zip(itertools.count(), args):
+        if isinstance(arg, torch.Tensor):
+            yield (i, ""), arg
+        elif not isinstance(arg, (int, float, str, bool, type(None))):
+            for path, tensor in probe.leaves(arg, deep=deep):
+                yield (i, path), tensor

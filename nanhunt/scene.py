@@ -1,0 +1,300 @@
+"""The numbers at the birth, while the tensors are still in hand, and the record made of them."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from . import coarse, finding, frames, probe
+from .finding import Finding, TensorStats
+from .verdict import Call, Origin, Rec
+
+if TYPE_CHECKING:
+    from .judge import Judge
+    from .observer import Observer
+
+_ROWS = 8  # tensors of one role that are described
+_SAMPLE = 64  # numbers of each batch tensor that go into the hash
+_OFTEN = 3  # after so many absorbed births of one kind in one place, the full numbers are not taken again
+
+
+class Scene:
+    """Takes what a report needs at once: later the tensors are gone, or overwritten in place."""
+
+    def __init__(self, observer: Observer, judge: Judge, *, detail: str, rank: int | None) -> None:
+        self.observer, self.judge = observer, judge
+        self.detail, self.rank = detail, rank
+        self.step = 0
+        self.optimizer: Any = None
+        self.loss: float | None = None
+        self._batch: list[tuple[str, str, torch.Tensor]] = []
+        self._absorbed: dict[tuple[Any, ...], int] = {}
+        self._cpu = True
+
+    # --- the batch --------------------------------------------------------------------------------
+
+    def batch(self, recs: list[Rec], args: Any, kwargs: Any) -> None:
+        """Keep a sample of what the model is called with, enough for a hash (64 numbers a tensor, copied)."""
+        picked = []
+        with torch.no_grad():
+            for name, tensor in _inputs(args, kwargs):
+                if tensor.layout is not torch.strided or tensor.is_nested or tensor.device.type == "meta":
+                    continue
+                if type(tensor) is not torch.Tensor or tensor.numel() == 0 or tensor.is_quantized:
+                    continue
+                flat = (
+                    tensor.detach().reshape(-1)
+                    if tensor.is_contiguous()
+                    else tensor.detach()[(0,) * (tensor.dim() - 1)]
+                )
+                step = max(1, flat.numel() // _SAMPLE)
+                picked.append((name, str(tuple(tensor.shape)), flat[::step][:_SAMPLE].clone()))
+        self._batch = picked
+
+    def batch_hash(self) -> str | None:
+        """A short hash of the batch: shapes and up to 64 numbers of each tensor, by name."""
+        if not self._batch:
+            return None
+        digest = hashlib.blake2b(digest_size=8)
+        for name, shape, sample in sorted(self._batch, key=lambda item: item[0]):
+            digest.update(f"{name}{shape}".encode())
+            numbers = sample.cpu()
+            if numbers.dtype.is_complex:
+                numbers = torch.view_as_real(numbers.to(torch.complex128))
+            digest.update(numbers.to(torch.float64).numpy().tobytes())
+        return digest.hexdigest()
+
+    # --- at the birth -----------------------------------------------------------------------------
+
+    def find(self, rec: Rec, hand: Any) -> torch.Tensor | None:
+        """The tensor a record belongs to, among those in hand."""
+        if hand is None or isinstance(hand, torch.Tensor):
+            return hand
+        for _, tensor in probe.leaves(hand, deep=True):
+            known = self.observer.known(tensor)
+            if known is rec:
+                return tensor
+        return None
+
+    def take(self, origin: Origin, rec: Rec | None, tensor: Any, module: nn.Module | None, hand: Any) -> None:
+        origin.step = self.step
+        facts = origin.facts
+        facts["dtype"] = rec.dtype if rec is not None else None
+        if isinstance(hand, Rec):  # a gradient: the record is of the tensor it belongs to
+            facts["dtype"] = hand.dtype
+        facts["trail"] = list(self.observer.trail)
+        facts["site"] = self._site(origin, tensor is not None)
+        facts["autocast"] = _autocast(tensor)
+        facts["hash"] = self.batch_hash() if tensor is not None else None
+        if rec is not None:
+            facts["name"] = self._name(origin, rec, module)
+        if self._absorbed.get(self._signature(origin), 0) >= _OFTEN:
+            facts["tensors"] = _light(origin, rec)
+            return
+        with torch.no_grad():
+            facts["tensors"] = tuple(self._describe(origin, rec, tensor, module, hand)) or _light(origin, rec)
+
+    def absorbed(self, origin: Origin) -> bool:
+        """Count an origin that was no fault; True the first time for its kind and place."""
+        key = self._signature(origin)
+        self._absorbed[key] = self._absorbed.get(key, 0) + 1
+        if len(self._absorbed) > 4096:
+            self._absorbed.clear()
+        return self._absorbed.get(key, 1) == 1
+
+    def _signature(self, origin: Origin) -> tuple[Any, ...]:
+        return origin.phase, origin.call.path if origin.call else None, origin.kinds, origin.tensor
+
+    def _site(self, origin: Origin, live: bool) -> tuple[str, int] | None:
+        if origin.phase == "backward":
+            if origin.call is not None and origin.call.site is not None:
+                return origin.call.site
+            return frames.user_site() if origin.tensor.startswith("grad of") and live else None
+        if origin.facts.get("before") is None and origin.call is not None and origin.call.site is not None:
+            return origin.call.site
+        return frames.user_site() if live and not (origin.phase == "optimizer" and self.optimizer is None) else None
+
+    def _name(self, origin: Origin, rec: Rec, module: nn.Module | None) -> str:
+        if origin.phase == "input":
+            return _input_name(rec.name, module)
+        if origin.phase in ("state", "optimizer", "backward") or not isinstance(rec.name, tuple):
+            return origin.tensor
+        before = origin.facts.get("before")
+        if before is not None:
+            return f"input of {before.path}" if before.path else "input"
+        what, path = rec.name
+        return f"{what}{path}" if isinstance(what, str) else origin.tensor
+
+    def _describe(
+        self, origin: Origin, rec: Rec | None, tensor: Any, module: nn.Module | None, hand: Any
+    ) -> Iterator[TensorStats]:
+        name = origin.facts.get("name", origin.tensor)
+        call = origin.call
+        if origin.phase == "backward":
+            if isinstance(tensor, torch.Tensor):
+                yield probe.stats(tensor, "gradient", name)
+            if call is not None and call.grad is not None:
+                yield TensorStats(role="grad_output", name=f"into {call.path or 'the model'}", absmax=call.grad)
+            yield from self._weights(call)
+            return
+        if origin.phase == "optimizer":
+            if isinstance(tensor, torch.Tensor):
+                yield probe.stats(tensor, "state" if name.startswith("optimizer state") else "weight", name)
+            p = origin.facts.pop("parameter", None)
+            if isinstance(p, torch.Tensor):
+                if p is not tensor:
+                    yield probe.stats(p, "weight", origin.tensor.rpartition(" of ")[2])
+                if p.grad is not None:
+                    yield probe.stats(p.grad, "gradient", "its gradient")
+            return
+        given: list[tuple[str, torch.Tensor]] = []
+        if call is not None:
+            for running, args, kwargs in frames.running():
+                if id(running) == call.module_id:
+                    given = list(_inputs(args, kwargs, running))
+                    break
+        for label, one in given[:_ROWS]:
+            if one is not tensor and (one.is_floating_point() or one.is_complex()):
+                yield probe.stats(one, "input", label)
+        yield from self._weights(call, origin)
+        if isinstance(tensor, torch.Tensor) and origin.phase != "state":
+            yield probe.stats(tensor, "input" if origin.phase == "input" else "output", name)
+
+    def _weights(self, call: Call | None, origin: Origin | None = None) -> Iterator[TensorStats]:
+        names = self.observer.names
+        module = names.by_path.get(call.path) if call is not None else None
+        if module is None:
+            return
+        rows: list[tuple[str, torch.Tensor | None, str]] = [(n, p, "weight") for n, p in module._parameters.items()]
+        rows += [(n, b, "buffer") for n, b in module._buffers.items()]
+        if origin is not None and origin.phase == "state":
+            owner = names.by_path.get(origin.tensor.rpartition(".")[0])
+            short = origin.tensor.rpartition(".")[2]
+            if owner is not None and owner is not module:
+                role = "buffer" if short in owner._buffers else "weight"
+                rows.insert(0, (origin.tensor, getattr(owner, short, None), role))
+        for label, value, role in rows[:_ROWS]:
+            if value is not None and (value.is_floating_point() or value.is_complex()):
+                yield probe.stats(value, role, label)
+
+    # --- the record -------------------------------------------------------------------------------
+
+    def finding(self, origin: Origin) -> Finding:
+        facts, call = origin.facts, origin.call
+        stats: tuple[TensorStats, ...] = facts.get("tensors") or ()
+        dtype = facts.get("dtype")
+        word = coarse.cause(origin, stats, dtype)
+        line, text = frames.source(facts.get("site"))
+        if call is None and origin.phase == "backward" and not origin.tensor.startswith("grad of"):
+            line = text = None
+        inside = call is not None and origin.phase not in ("input", "optimizer")
+        return Finding(
+            phase=origin.phase,
+            step=origin.step,
+            call=call.nth if inside and call is not None else None,
+            rank=self.rank,
+            module=call.path if inside and call is not None else None,
+            module_type=call.type_name if inside and call is not None else None,
+            op=None,
+            line=line,
+            source=text,
+            kind=origin.kind,
+            tensor=facts.get("name", origin.tensor),
+            cause=word,
+            why=coarse.why(origin, stats, dtype),
+            advice=tuple(coarse.advice(origin, word, dtype, call)),
+            tensors=stats,
+            trail=tuple(_trail(facts.get("trail") or [])),
+            context=self._context(origin),
+            handled=facts.get("handled"),
+        )
+
+    def _context(self, origin: Origin) -> dict[str, Any]:
+        optimizer, scaler = self.optimizer, self.judge.scaler
+        rates = [coarse.plain(g.get("lr")) for g in optimizer.param_groups] if optimizer is not None else []
+        scale = origin.facts.get("loss_scale")
+        if scale is None and scaler is not None:
+            scale = float(scaler.get_scale())
+        device = next((str(p.device) for p in self.observer.names.model.parameters()), "cpu")
+        return {
+            "autocast": origin.facts.get("autocast"),
+            "loss_scale": scale,
+            "lr": rates[0] if len(set(rates)) == 1 else rates or None,
+            "grad_norm": self._grad_norm() if origin.phase in ("backward", "optimizer") else None,
+            "batch_hash": origin.facts.get("hash"),
+            "torch": torch.__version__,
+            "device": device,
+            "detail": self.detail,
+            "not_seen": sorted(self.observer.blind) or None,
+        }
+
+    def _grad_norm(self) -> float | None:
+        """The norm over the parameters that have a gradient by now, as it stands (scaled, if it is scaled)."""
+        grads = [probe.payload(p.grad) for p in self.observer.names.model.parameters() if p.grad is not None]
+        with torch.no_grad():
+            squares = [g.detach().double().square().sum().item() for g in grads if g is not None]
+        return float(sum(squares) ** 0.5) if squares else None
+
+
+def _trail(rows: list[tuple[Call, list[Rec], list[Rec]]]) -> Iterator[finding.Call]:
+    for call, taken, given in rows:
+        yield finding.Call(
+            module=call.path,
+            module_type=call.type_name,
+            call=call.nth,
+            phase="forward",
+            absmax_in=max((r.absmax for r in taken), default=None),
+            absmax_out=max((r.absmax for r in given), default=None),
+        )
+
+
+def _inputs(args: Any, kwargs: Any, module: Any = None) -> Iterator[tuple[str, torch.Tensor]]:
+    names = _parameters_of(module)
+    for i, arg in enumerate(args):
+        for path, tensor in probe.leaves(arg, deep=True):
+            yield (names[i] if i < len(names) else f"args[{i}]") + path, tensor
+    for key, value in kwargs.items():
+        for path, tensor in probe.leaves(value, deep=True):
+            yield key + path, tensor
+
+
+def _input_name(name: Any, module: Any) -> str:
+    if not isinstance(name, tuple):
+        return str(name)
+    at, path = name
+    if isinstance(at, int):
+        names = _parameters_of(module)
+        at = names[at] if at < len(names) else f"args[{at}]"
+    return f"{at}{path}"
+
+
+def _parameters_of(module: Any) -> list[str]:
+    try:
+        signature = inspect.signature(module.forward)
+    except (TypeError, ValueError, AttributeError):
+        return []
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in signature.parameters.values() if p.kind in kinds]
+
+
+def _light(origin: Origin, rec: Rec | None) -> tuple[TensorStats, ...]:
+    """The range alone: all there is once the tensor has gone."""
+    if rec is None:
+        return ()
+    absmax = None if rec.bad else rec.absmax
+    return (TensorStats(role="output", name=origin.tensor, dtype=rec.dtype, absmax=absmax),)
+
+
+def _autocast(tensor: Any) -> str | None:
+    device = tensor.device.type if isinstance(tensor, torch.Tensor) else "cpu"
+    try:
+        if torch.is_autocast_enabled(device):
+            return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+    except (RuntimeError, TypeError):
+        pass
+    return None

@@ -1,0 +1,131 @@
+"""Lines of the user's code: who called an op, who called backward, what runs inside a backward."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+
+Site = tuple[str, int]
+
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_SKIPPED = (_TORCH, os.path.dirname(os.path.abspath(__file__)) + os.sep)
+_STDLIB = tuple(os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib"))
+_SITE_PACKAGES = ("site-packages", "dist-packages")
+_GRAPH = os.path.join(_TORCH, "autograd", "graph.py")
+_CHECKPOINT = os.path.join(_TORCH, "utils", "checkpoint.py")
+_MODULE = os.path.join(_TORCH, "nn", "modules", "module.py")
+_PRINTING = os.path.join(_TORCH, "_tensor_str.py")
+_OPTIM = os.path.join(_TORCH, "optim", "")
+_UPDATES = tuple(os.path.join(_TORCH, *p) for p in (("amp", "grad_scaler.py"), ("nn", "utils", "clip_grad.py")))
+_SCALER = _UPDATES[0]
+_known: dict[str, bool] = {}
+
+
+def is_user(filename: str) -> bool:
+    """Whether a frame of this file is the user's: not torch, not nanhunt, not the standard library."""
+    known = _known.get(filename)
+    if known is None:
+        if filename.startswith("<"):
+            # `python -c` and `python -` have no file; code that attrs, dataclasses or fx generate has none either.
+            known = filename == "<stdin>" or filename.startswith("<ipython") or filename == "<string>"
+        else:
+            inside = filename.startswith(_STDLIB) and not any(part in filename for part in _SITE_PACKAGES)
+            known = not filename.startswith(_SKIPPED) and not inside
+        _known[filename] = known
+    return known
+
+
+def _users(frame: FrameType) -> bool:
+    filename = frame.f_code.co_filename
+    return is_user(filename) and (filename != "<string>" or frame.f_globals.get("__name__") == "__main__")
+
+
+def user_site(frame: FrameType | None = None) -> Site | None:
+    """File and line of the innermost frame of the user's, from `frame` outwards."""
+    frame = frame or sys._getframe(1)
+    while frame is not None:
+        if is_user(frame.f_code.co_filename) and _users(frame):
+            return frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+class Inside(NamedTuple):
+    """What Python code runs between the autograd engine and the op: none, the user's, or a forward once more."""
+
+    site: Site | None
+    again: bool
+
+
+def _is_engine(frame: FrameType) -> bool:
+    return frame.f_code.co_name == "_engine_run_backward" and frame.f_code.co_filename == _GRAPH
+
+
+def inside_backward(frame: FrameType | None = None) -> Inside:
+    """Looks from `frame` outwards to the engine: a checkpoint's recomputation calls modules or its own file."""
+    frame = frame or sys._getframe(1)
+    site, again = None, False
+    while frame is not None and not _is_engine(frame):
+        code = frame.f_code
+        if site is None and _users(frame):
+            site = code.co_filename, frame.f_lineno
+        if code.co_filename == _CHECKPOINT or (code.co_name == "_call_impl" and code.co_filename == _MODULE):
+            again = True
+        frame = frame.f_back  # type: ignore[assignment]
+    return Inside(site, again)
+
+
+def backward_site(frame: FrameType | None = None) -> Site | None:
+    """The line that called backward. On an accelerator the engine has threads of its own: then any thread's."""
+    stacks: list[FrameType | None] = [frame or sys._getframe(1)]
+    stacks += [other for other in sys._current_frames().values()]
+    for stack in stacks:
+        while stack is not None and not _is_engine(stack):
+            stack = stack.f_back
+        if stack is not None:
+            return user_site(stack)
+    return None
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def optimizer_running(frame: FrameType | None = None) -> tuple[bool, torch.optim.Optimizer | None]:
+    """Whether an update is on the stack (an optimizer's step, unscaling, clipping), and the optimizer if it is there."""
+    updating = False
+    for one in _outwards(frame or sys._getframe(1)):
+        filename, name = one.f_code.co_filename, one.f_code.co_name
+        updating = updating or filename.startswith(_OPTIM) or filename in _UPDATES
+        if name == "step" and isinstance(one.f_locals.get("self"), torch.optim.Optimizer):
+            return True, one.f_locals["self"]
+    return updating, None
+
+
+def scaling_loss(frame: FrameType | None = None) -> bool:
+    """Whether a GradScaler is multiplying the loss."""
+    return any(
+        one.f_code.co_filename == _SCALER and one.f_code.co_name in ("scale", "apply_scale")
+        for one in _outwards(frame or sys._getframe(1))
+    )
+
+
+def printing(frame: FrameType | None = None) -> bool:
+    """Whether a tensor is being printed: that reads numbers, but nobody acts on them."""
+    return any(one.f_code.co_filename == _PRINTING for one in _outwards(frame or sys._getframe(1)))
+
+
+def text(site: Site | None) -> tuple[str | None, str | None]:
+    """`("file.py:88", "the text of that line")`."""
+    if site is None:
+        return None, None
+    return f"{site[0]}:{site[1]}", linecache.getline(*site).strip() or None

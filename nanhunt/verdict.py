@@ -1,0 +1,160 @@
+"""Who made it, who carried it, who was handed it: the rules that turn readings into one culprit.
+
+Nothing here knows torch. A step is described by `Call` (one run of one module) and `Rec` (one tensor
+that was looked at: its range, who gave it out, who took it). `settle` names the origin of a bad value
+seen in forward, `blame` the call behind a bad gradient.
+
+The rule in forward: a bad value that comes out of a call, or goes into a child of it, was *carried*
+when something bad had reached that call before (its inputs, what its children gave back), and was
+*made* by the call's own code otherwise. Two refinements: a literal infinity (a mask) explains other
+infinities of its sign but never a NaN, so a NaN after it is made anew; an infinity that was computed
+(an overflow) explains the NaN it turns into.
+
+The rule in backward: gradients arrive in reverse order, so the first bad gradient is that of a tensor
+which was *fed* to the culprit: the deepest call that took the tensor, or the code around it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+KINDS = ("nan", "+inf", "-inf")
+
+
+class Call:
+    """One run of a watched module. `own` holds the origins that reached its own code so far."""
+
+    __slots__ = (
+        "builtin",
+        "grad",
+        "module_id",
+        "nth",
+        "own",
+        "parent",
+        "path",
+        "site",
+        "steady",
+        "type_name",
+    )
+
+    def __init__(self, path: str, type_name: str, nth: int, parent: Call | None, module_id: int) -> None:
+        self.path, self.type_name, self.nth = path, type_name, nth
+        self.parent, self.module_id = parent, module_id
+        self.site: tuple[str, int] | None = None  # file and line of the call, where it was recorded
+        self.own: list[Origin] = []
+        self.grad: float | None = None  # largest |gradient| that came back to its outputs
+        self.builtin = False  # a module of torch.nn
+        self.steady = False  # a module whose derivative can only overflow, never be undefined
+
+    def inside(self, other: Call) -> bool:
+        """True when this call ran inside `other` (at any depth)."""
+        call = self.parent
+        while call is not None:
+            if call is other:
+                return True
+            call = call.parent
+        return False
+
+
+class Rec:
+    """One tensor that was looked at. Numbers and names only: no tensor is ever kept."""
+
+    __slots__ = ("dtype", "exits", "grad", "hi", "leaf", "lo", "makers", "name", "origin", "scope", "takers")
+
+    def __init__(self, name: str, dtype: str, scope: Call | None, maker: Call | None) -> None:
+        self.name, self.dtype = name, dtype
+        self.lo = self.hi = 0.0
+        self.scope = scope  # the call in whose own code the tensor stands
+        self.makers = [] if maker is None else [maker]  # the calls that gave it out, innermost first
+        self.takers: list[Call] = []
+        self.exits = False  # given out by the outermost call: the code around the model may use it
+        self.leaf = False  # a tensor that the user holds: its gradient is a result
+        self.origin: Origin | None = None
+        self.grad: tuple[float, float] | None = None
+
+    @property
+    def bad(self) -> bool:
+        return not (-math.inf < self.lo and self.hi < math.inf)
+
+    @property
+    def absmax(self) -> float:
+        if self.bad:
+            return math.nan if self.lo != self.lo else math.inf
+        return max(-self.lo, self.hi, 0.0)
+
+
+@dataclass(slots=True, eq=False)
+class Origin:
+    """One place where something bad came to be, and how far it got."""
+
+    phase: str
+    call: Call | None
+    kinds: tuple[str, ...]
+    tensor: str
+    literal: bool = False
+    owner: str | None = None  # of a parameter or buffer: its module
+    carried: set[str] = field(default_factory=set)
+    rec: Rec | None = None
+    step: int = 0
+    facts: dict[str, Any] = field(default_factory=dict)  # what the report needs, taken at the birth
+    settled: bool = False  # confirmed, handled or absorbed: not to be reported again
+
+    def __post_init__(self) -> None:
+        self.carried.update(self.kinds)
+
+    @property
+    def kind(self) -> str:
+        return self.kinds[0]
+
+
+def settle(kinds: tuple[str, ...], reached: list[Origin]) -> Origin | None:
+    """The origin that explains a bad value of these kinds, or None: it was made here.
+
+    `reached` are the origins that had reached the code which made the value, in order of arrival.
+    """
+    if "nan" in kinds:
+        for origin in reached:
+            if "nan" in origin.carried:
+                return origin
+        for origin in reached:
+            if not origin.literal:
+                origin.carried.update(kinds)
+                return origin
+        return None
+    for origin in reached:
+        if not origin.carried.isdisjoint(kinds):
+            return origin
+    for origin in reached:
+        if not origin.literal:
+            origin.carried.update(kinds)
+            return origin
+    return None
+
+
+def deepest(calls: list[Call]) -> list[Call]:
+    """The calls of the list that hold no other call of the list: who took a tensor last."""
+    return [c for c in calls if not any(other.inside(c) for other in calls if other is not c)]
+
+
+def blame(rec: Rec, kinds: tuple[str, ...]) -> Call | None:
+    """The call whose backward made the bad gradient of `rec`; None: the code around the model.
+
+    The gradient of a tensor is the sum over all that used it, so with several users the choice rests
+    on what each can do: a linear map fed with finite gradients can overflow, it cannot make a NaN.
+    """
+    takers = [c for c in deepest(rec.takers) if c.grad is None or math.isfinite(c.grad)]
+    takers = [c for c in takers if c.grad is not None] or takers
+    if "nan" in kinds:
+        takers = [c for c in takers if not c.steady] or takers
+    if takers:
+        return max(takers, key=lambda c: c.grad if c.grad is not None else -1.0)
+    return None if rec.exits else rec.scope
+
+
+def common(parent: str, aliases: list[str]) -> str:
+    """The name of a shared module that fits the call it stands in, else its first name."""
+    prefix = parent + "." if parent else ""
+    fitting = [a for a in aliases if a.startswith(prefix)]
+    return min(fitting, key=lambda a: a[len(prefix) :].count(".")) if fitting else aliases[0]

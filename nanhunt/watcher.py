@@ -1,0 +1,414 @@
+"""Front door: `watch`, which runs with the program and stops it at the first fault."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import hooks
+from .errors import NonFiniteError, UsageError, enabled
+from .finding import Finding
+from .judge import Judge
+from .naming import Names
+from .observer import Observer
+from .scene import Scene
+from .verdict import Origin
+
+OnHit = str | Callable[[Finding], object]
+
+_ON_HIT = ("raise", "warn", "record")
+_STOP = ("confirmed", "first")
+_DETAIL = ("auto", "module", "op")
+_COMPILED = ("error", "eager")
+_KINDS = ("nan", "+inf", "-inf")
+KEPT = 100  # findings a watch keeps
+
+_active: list[Watch] = []
+
+
+class NonFiniteWarning(RuntimeWarning):
+    """What `on_hit="warn"` says."""
+
+
+class Watch:
+    """A running watch: see `nanhunt.watch`, which makes it.
+
+    Attributes:
+        finding: the first fault (a `Finding` whose `handled` is None), or None.
+        findings: everything that was recorded, faults and what was none, at most 100.
+        step: the step that runs, from 0.
+        seen: how many tensors were looked at.
+        errors: failures of the watch itself; training went on, and they are told when it is removed.
+    """
+
+    def __init__(self, model: nn.Module, options: dict[str, Any]) -> None:
+        self.model = model
+        self.findings: list[Finding] = []
+        self.finding: Finding | None = None
+        self.errors: list[Exception] = []
+        self.step = 0
+        self._options = options
+        self._optimizer = options["optimizer"]
+        self._closed = False
+        self._on_hit: OnHit = options["on_hit"]
+        self._stance: Any = None
+        if options["compiled"] == "eager":
+            self._stance = torch.compiler.set_stance("force_eager")
+            self._stance.__enter__()
+        names = Names(model)
+        self._judge = Judge(
+            names,
+            hit=self._hit,
+            cleared=self._cleared,
+            turn=self._turn,
+            stop_first=options["stop"] == "first",
+        )
+        self._observer = Observer(
+            names,
+            self._judge,
+            sites=options["detail"] != "module",
+            defer=options["defer"],
+            failed=self._failed,
+        )
+        self._scene = Scene(self._observer, self._judge, detail=options["detail"], rank=_rank())
+        self._scene.optimizer = self._optimizer
+        self._judge.observer, self._judge.scene = self._observer, self._scene
+        self._attach()
+
+    @property
+    def seen(self) -> int:
+        return self._observer.seen
+
+    # --- life -------------------------------------------------------------------------------------
+
+    def _attach(self) -> None:
+        attachment = hooks.Attachment(self)
+        self._attachment = attachment
+        self._observer.attachment = attachment
+        _active.append(self)
+        self._select()
+        attachment.parameters(self._named(), self._parameter_hook)
+
+    def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for path, module in self._observer.names.by_path.items():
+            prefix = path + "." if path else ""
+            for name, p in module._parameters.items():
+                if p is not None:
+                    yield prefix + name, p
+
+    def _parameter_hook(self, name: str) -> Callable[[torch.Tensor], None]:
+        return functools.partial(self._observer.on_parameter, name)
+
+    def __enter__(self) -> Watch:
+        if self._closed:
+            raise UsageError("this watch was removed: make a new one with nanhunt.watch(model)")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._closed:
+            return
+        try:
+            if error is None:
+                self._judge.leaving()
+                self._observer.drain()
+                self._judge.end_step()
+            else:
+                self._died(error)
+        finally:
+            self.remove()
+
+    def remove(self) -> None:
+        """Take every hook off. What was found stays; the watch cannot be entered again."""
+        if self._closed:
+            return
+        self._closed = True
+        self._observer.on = False
+        self._observer.interrupted()
+        self._attachment.remove()
+        if self in _active:
+            _active.remove(self)
+        if self._stance is not None:
+            self._stance.__exit__(None, None, None)
+        if self.errors:
+            first = self.errors[0]
+            warnings.warn(
+                f"nanhunt could not look at everything: {len(self.errors)} internal error(s), the first "
+                f"{type(first).__name__}: {first}. Training was not touched. Please report it.",
+                NonFiniteWarning,
+                stacklevel=2,
+            )
+
+    def _died(self, error: BaseException) -> None:
+        """The program left by an exception: if a bad value was on its way, the exception should say so."""
+        if isinstance(error, NonFiniteError) or not isinstance(error, Exception):
+            return
+        try:
+            self._observer.drain()
+        except NonFiniteError:
+            pass
+        suspect = self._judge.suspect()
+        if suspect is not None and self.finding is None:
+            suspect.settled = True
+            self._keep(self._scene.finding(suspect))
+        if self.finding is not None:
+            error.nanhunt_finding = self.finding  # type: ignore[attr-defined]
+            if sys.version_info >= (3, 11):
+                error.add_note("nanhunt: " + str(self.finding))
+
+    # --- what the hooks call ------------------------------------------------------------------------
+
+    def on_pre(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._observer.on_pre(module, args)
+
+    def on_post(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        self._observer.on_post(module, args, kwargs, out)
+
+    def on_backward_begin(self, roots: tuple[Any, ...]) -> None:
+        self._guarded(self._judge.backward_begins, roots)
+
+    def on_backward_end(self, given: tuple[Any, ...], grads: Any, ok: bool) -> None:
+        if ok:
+            self._guarded(self._judge.backward_ends, given, grads)
+
+    def on_optimizer(self, optimizer: torch.optim.Optimizer, after: bool) -> None:
+        self._guarded(self._optimizer_event, optimizer, after)
+
+    def on_scaler(self, scaler: Any, what: str, before: Any, after: Any) -> None:
+        wanted = self._options["scaler"]
+        if wanted is None or wanted is scaler:
+            self._guarded(self._judge.scaler_event, scaler, what, before, after)
+
+    def _guarded(self, event: Callable[..., None], *args: Any) -> None:
+        if self._closed or hooks.skip_here():
+            return
+        try:
+            event(*args)
+        except NonFiniteError:
+            raise
+        except Exception as failure:
+            self._failed(failure)
+
+    def _failed(self, failure: Exception) -> None:
+        if len(self.errors) < KEPT:
+            self.errors.append(failure)
+
+    def _optimizer_event(self, optimizer: torch.optim.Optimizer, after: bool) -> None:
+        if optimizer is not self._optimizer and not self._judge.concerns(optimizer):
+            return
+        self._scene.optimizer = optimizer
+        if not self._observer.on:
+            if after and self._judge.scaler is None:
+                self._turn()
+            return
+        if not after:
+            self._judge.optimizer_begins(optimizer)
+            return
+        self._judge.optimizer_ends(optimizer)
+        if self._judge.scaler is None:  # else the step ends when the scaler is updated
+            self._turn()
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        """A step is over."""
+        self._observer.drain()
+        self._judge.end_step()
+        self._observer.new_step()
+        self.step += 1
+        self._scene.step = self.step
+        self._select()
+
+    def _select(self) -> None:
+        steps, every = self._options["steps"], self._options["every"]
+        inside = steps is None or steps[0] <= self.step < steps[1]
+        on = inside and self.step % every == 0
+        if on and not self._observer.on and self.step:
+            self._observer.names.refresh()
+            self._attachment.parameters(self._named(), self._parameter_hook)
+        self._observer.on = on
+
+    # --- hits ---------------------------------------------------------------------------------------
+
+    def _hit(self, origin: Origin) -> None:
+        if not self._counts(origin):
+            return
+        finding = self._scene.finding(origin)
+        self._keep(finding)
+        if callable(self._on_hit):
+            self._on_hit(finding)
+        elif self._on_hit == "warn":
+            warnings.warn(str(finding), NonFiniteWarning, stacklevel=2)
+        elif self._on_hit == "raise" and not self._outer():
+            raise NonFiniteError(finding)
+
+    def _cleared(self, origin: Origin, why: str) -> None:
+        if self._scene.absorbed(origin) and self._counts(origin):
+            self._keep(self._scene.finding(origin))
+
+    def _counts(self, origin: Origin) -> bool:
+        path = origin.call.path if origin.call is not None else origin.owner or ""
+        if any(fnmatch.fnmatchcase(path, pattern) for pattern in self._options["allow"]):
+            return False
+        return not origin.carried.isdisjoint(self._options["kinds"])
+
+    def _keep(self, finding: Finding) -> None:
+        if finding.handled is None and self.finding is None:
+            self.finding = finding
+        if len(self.findings) < KEPT:
+            self.findings.append(finding)
+
+    def _outer(self) -> bool:
+        """True when a watch entered later covers the same modules: it raises, this one records."""
+        later = _active[_active.index(self) + 1 :] if self in _active else []
+        mine = set(self._observer.names.modules)
+        return any(w._observer.on and w._on_hit == "raise" and mine & set(w._observer.names.modules) for w in later)
+
+
+class Nothing(Watch):
+    """What `watch` gives when nanhunt is switched off by NANHUNT=0: it looks at nothing."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.findings, self.finding, self.errors = model, [], None, []
+        self.step, self._closed = 0, False
+
+    @property
+    def seen(self) -> int:
+        return 0
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+    def remove(self) -> None:
+        return None
+
+
+def watch(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    scaler: Any = None,
+    *,
+    on_hit: OnHit = "raise",
+    stop: str = "confirmed",
+    detail: str = "auto",
+    kinds: Iterable[str] = _KINDS,
+    allow: Iterable[str] = (),
+    steps: tuple[int, int] | None = None,
+    every: int = 1,
+    compiled: str = "error",
+    _defer: bool = False,
+) -> Watch:
+    """Watch every module of `model`, forward and backward, and name what makes the first NaN or Inf.
+
+    Use it as a context manager around any number of steps, or keep the handle and call `remove()`:
+    the watch begins with the call. Results are not changed, bit for bit; all hooks come off at the end.
+
+    Args:
+        model: the module that is trained or served; wrappers (DDP, FSDP) may be on it.
+        optimizer, scaler: a `torch.optim.Optimizer` and a `torch.amp.GradScaler`; found as they are
+            used when not given.
+        on_hit: `"raise"` (`NonFiniteError`), `"warn"`, `"record"`, or a callable that gets the `Finding`.
+        stop: `"confirmed"` waits, within the step, until the bad value has reached the model's output,
+            the loss, a gradient, a parameter, a buffer or the optimizer's state; `"first"` stops at the birth.
+        detail: `"module"`, `"op"` or `"auto"`.
+        kinds: which of `"nan"`, `"+inf"`, `"-inf"` count.
+        allow: patterns (`fnmatch`) of module paths whose births never count.
+        steps: `(a, b)`: watch steps a <= step < b only, counted from 0 under this watch.
+        every: watch every n-th step only.
+        compiled: what to do with a model that `torch.compile` has been given: `"error"`, or `"eager"`
+            to run it eagerly while it is watched.
+
+    Raises:
+        UsageError: for something that is not a module, an option that does not exist, a compiled model
+            whose hooks would be dead, or a bad value of NANHUNT.
+        NonFiniteError: from inside the step, when a fault is found and `on_hit` is `"raise"`.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"nanhunt.watch needs a torch.nn.Module, got {type(model).__name__}: pass the model itself")
+    _one_of("on_hit", on_hit, _ON_HIT, also="a callable that gets the Finding", fits=callable)
+    _one_of("stop", stop, _STOP)
+    _one_of("detail", detail, _DETAIL)
+    _one_of("compiled", compiled, _COMPILED)
+    kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds)
+    if not kinds:
+        raise UsageError(f"kinds is empty: name at least one of {', '.join(_KINDS)}")
+    for kind in kinds:
+        _one_of("kinds", kind, _KINDS)
+    allow = (allow,) if isinstance(allow, str) else tuple(allow)
+    if steps is not None and not (
+        isinstance(steps, tuple)
+        and len(steps) == 2
+        and all(isinstance(s, int) for s in steps)
+        and 0 <= steps[0] < steps[1]
+    ):
+        raise UsageError(f"steps={steps!r}: give a pair (first, end) with 0 <= first < end, such as steps=(100, 200)")
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        raise UsageError(f"every={every!r}: give a whole number of steps, 1 or more")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(f"optimizer is a {type(optimizer).__name__}: pass a torch.optim.Optimizer, or leave it out")
+    if scaler is not None and not hasattr(scaler, "get_scale"):
+        raise UsageError(f"scaler is a {type(scaler).__name__}: pass a torch.amp.GradScaler, or leave it out")
+    if not enabled():
+        return Nothing(model)
+    if compiled == "error":
+        _refuse_compiled(model)
+    return Watch(
+        model,
+        {
+            "optimizer": optimizer,
+            "scaler": scaler,
+            "on_hit": on_hit,
+            "stop": stop,
+            "detail": detail,
+            "kinds": kinds,
+            "allow": allow,
+            "steps": steps,
+            "every": every,
+            "compiled": compiled,
+            "defer": _defer,
+        },
+    )
+
+
+def _one_of(
+    name: str,
+    value: Any,
+    legal: tuple[str, ...],
+    *,
+    also: str = "",
+    fits: Callable[[Any], bool] | None = None,
+) -> None:
+    if (isinstance(value, str) and value in legal) or (fits is not None and not isinstance(value, str) and fits(value)):
+        return
+    words = ", ".join(repr(word) for word in legal) + (f" or {also}" if also else "")
+    raise UsageError(f"{name}={value!r} is not known: use one of {words}")
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
+            name = path.replace("_orig_mod", "").strip(".") or "the model"
+            raise UsageError(
+                f"{name} ({type(module).__name__}) is compiled, and hooks inside a compiled graph are dead: use "
+                'nanhunt.watch(model, compiled="eager") to run it eagerly while it is watched, or watch the model '
+                "before torch.compile"
+            )
+
+
+def _rank() -> int | None:
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_rank())
+    return None
