@@ -44,7 +44,16 @@ _DIVIDES = {  # the operand that stands below the line
     "div": "other", "divide": "other", "true_divide": "other", "reciprocal": "self", "addcdiv": "tensor2",
     "rsqrt": "self", "remainder": "other", "fmod": "other", "floor_divide": "other",
 }  # fmt: skip
-_LOGS = {"log": 0.0, "log2": 0.0, "log10": 0.0, "log1p": -1.0, "xlogy": 0.0, "special_entr": 0.0, "lgamma": 0.0, "digamma": 0.0}
+_LOGS = {
+    "log": 0.0,
+    "log2": 0.0,
+    "log10": 0.0,
+    "log1p": -1.0,
+    "xlogy": 0.0,
+    "special_entr": 0.0,
+    "lgamma": 0.0,
+    "digamma": 0.0,
+}
 _DOMAINS = {
     "sqrt": (0.0, math.inf), "rsqrt": (0.0, math.inf), "acos": (-1.0, 1.0), "asin": (-1.0, 1.0),
     "atanh": (-1.0, 1.0), "acosh": (1.0, math.inf), "erfinv": (-1.0, 1.0), "logit": (0.0, 1.0),
@@ -59,8 +68,12 @@ _SUMS = frozenset(
     "sum mean cumsum nansum norm linalg_vector_norm var std var_mean std_mean prod cumprod logcumsumexp logsumexp "
     "avg_pool2d adaptive_avg_pool2d index_add scatter_add scatter_reduce foreach_norm dist cdist".split()
 )
-_SOFTMAX = frozenset("softmax log_softmax safe_softmax masked_softmax softmax_backward_data log_softmax_backward_data".split())
-_NORMS = frozenset("native_layer_norm native_group_norm native_batch_norm batch_norm_impl fused_rms_norm rms_norm".split())
+_SOFTMAX = frozenset(
+    "softmax log_softmax safe_softmax masked_softmax softmax_backward_data log_softmax_backward_data".split()
+)
+_NORMS = frozenset(
+    "native_layer_norm native_group_norm native_batch_norm batch_norm_impl fused_rms_norm rms_norm".split()
+)
 _LOSSES = frozenset(
     "nll_loss_forward nll_loss2d_forward nll_loss nll_loss2d mse_loss smooth_l1_loss huber_loss binary_cross_entropy "
     "binary_cross_entropy_with_logits cross_entropy_loss soft_margin_loss multi_margin_loss".split()
@@ -227,7 +240,9 @@ def _accumulated(e: Evidence) -> Verdict | None:
     if e.phase != "backward" or e.forward is not None or e.op != "add" or e.user_code:
         return None
     parts = " and ".join(fmt(v) for v in e.at.values()) or "finite parts"
-    return _verdict("overflow", e, f"each gradient is finite ({parts}), their sum is not: {_would_be(e)}.", "accumulate")
+    return _verdict(
+        "overflow", e, f"each gradient is finite ({parts}), their sum is not: {_would_be(e)}.", "accumulate"
+    )
 
 
 # --- backward -------------------------------------------------------------------------------------------------------
@@ -245,7 +260,9 @@ def _backward(e: Evidence) -> Verdict | None:
         if "where" in e.absorbed_by or "masked_fill" in e.absorbed_by:
             return _verdict("singular_gradient", e, f"{_trap(e)} the divisor is 0 there: {_many(e)}.", "where")
         zeros = "0 / 0 was made in forward and thrown away there; " if e.absorbed_by else ""
-        return _verdict("zero_division", e, f"{zeros}the derivative of {e.forward} divides by the same zero: {_many(e)}.")
+        return _verdict(
+            "zero_division", e, f"{zeros}the derivative of {e.forward} divides by the same zero: {_many(e)}."
+        )
     if singular:
         point = _SINGULAR.get(e.forward, "this point")
         grad = "; the gradient that came back there is 0, and 0 * inf is NaN" if "nan" in e.kinds else ""
@@ -331,7 +348,12 @@ def _divided(e: Evidence) -> Verdict | None:
     if e.lost is not None:
         return _verdict("underflow", e, f"{what} The zero is an eps that was rounded away: {_lost(e)}.", "eps")
     if role in e.whole and _zeros(e, role) != _numel(e, role):
-        return _verdict("zero_division", e, f"{what} {_zeros_of(e, role, name)} and all are whole numbers: a count of nothing.", "count")
+        return _verdict(
+            "zero_division",
+            e,
+            f"{what} {_zeros_of(e, role, name)} and all are whole numbers: a count of nothing.",
+            "count",
+        )
     return _verdict("zero_division", e, f"{what} {_zeros_of(e, role, name)}.", "constant" if name else "divisor")
 
 
@@ -363,7 +385,9 @@ def _logged(e: Evidence) -> Verdict | None:
         return None
     if values[0] == edge and e.lost is not None:
         return _verdict("underflow", e, f"{e.op} of {fmt(edge)}: {_many(e)}; {_lost(e)}.", "eps")
-    word = "negative" if values[0] < edge and edge == 0 else "not defined" if values[0] < edge else "exactly at the edge"
+    word = (
+        "negative" if values[0] < edge and edge == 0 else "not defined" if values[0] < edge else "exactly at the edge"
+    )
     return _verdict("domain", e, f"{e.op} of {fmt(values[0])} ({word}): {_many(e)}.", "log")
 
 
@@ -380,7 +404,9 @@ def _domain(e: Evidence) -> Verdict | None:
         why = f"{fmt(e.at['self'])} to the power of {fmt(_exponent(e))} is not a real number: {_many(e)}."
         return _verdict("domain", e, why, "pow")
     if e.op.startswith(_LINALG) and not (e.inherited or _largest(e) > 1e18):
-        return _verdict("domain", e, f"{e.op} of a matrix that is singular or not what it needs to be: {_many(e)}.", "linalg")
+        return _verdict(
+            "domain", e, f"{e.op} of a matrix that is singular or not what it needs to be: {_many(e)}.", "linalg"
+        )
     if e.op.endswith("ctc_loss"):
         why = f"{e.op}: no alignment exists; a target (with the blanks between repeats) is longer than its input."
         return _verdict("domain", e, why, "ctc")
@@ -413,12 +439,16 @@ def _normed(e: Evidence) -> Verdict | None:
     if _largest(e) > 1e18:
         return _verdict("overflow", e, f"{e.op}: the squares of {fmt(_largest(e))} leave {e.dtype}.")
     eps = fmt(e.scalars.get("eps", 0.0))
-    return _verdict("zero_division", e, f"{e.op} of a constant row: variance 0 and eps = {eps}, 0 / 0 ({_many(e)}).", "eps")
+    return _verdict(
+        "zero_division", e, f"{e.op} of a constant row: variance 0 and eps = {eps}, 0 / 0 ({_many(e)}).", "eps"
+    )
 
 
 def _inf_rule(e: Evidence) -> Verdict | None:
     if e.inherited and "nan" in e.kinds:
-        return _verdict("inf_arithmetic", e, f"{e.op} met an Inf ({_operands(e)}), and {_form_of_inf(e)} is NaN: {_many(e)}.")
+        return _verdict(
+            "inf_arithmetic", e, f"{e.op} met an Inf ({_operands(e)}), and {_form_of_inf(e)} is NaN: {_many(e)}."
+        )
     return None
 
 
@@ -474,7 +504,12 @@ def _last(e: Evidence) -> Verdict | None:
     if e.inherited:
         return None
     if e.exact is not None and math.isfinite(e.exact):
-        return _verdict("underflow", e, f"{e.op}: float64 gives {fmt(e.exact)}; on the way {e.dtype} rounds to zero ({_many(e)}).", "eps")
+        return _verdict(
+            "underflow",
+            e,
+            f"{e.op}: float64 gives {fmt(e.exact)}; on the way {e.dtype} rounds to zero ({_many(e)}).",
+            "eps",
+        )
     if "nan" in e.kinds:
         return _verdict("domain", e, f"{e.op} is not defined for {_operands(e)}: {_many(e)}.")
     return None

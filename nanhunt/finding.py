@@ -157,6 +157,8 @@ _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def _text(value: Any) -> str:
+    if value is None:
+        raise TypeError
     return str(value)
 
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from .observer import Observer
     from .scene import Scene
 
+_GAIN = 4096.0  # more than a healthy module multiplies a gradient by
+
 # A state tensor is (name, owner path, tensor).
 _State = tuple[str, str, torch.Tensor]
 
@@ -57,6 +59,7 @@ class Judge:
         self._bad_grads: set[int] = set()
         self._state: dict[str, tuple[int, int, tuple[str, ...]]] = {}  # name -> (id, version, kinds)
         self._depth = 0
+        self._twice = False  # a gradient of this step is differentiated again
 
     # --- forward ----------------------------------------------------------------------------------
 
@@ -135,7 +138,8 @@ class Judge:
                 return self._born(origin, rec, tensor, module, hand)
         origin = Origin("forward", call, kinds, "output" if before is None else "input")
         origin.facts["before"] = before
-        origin.literal = literals.intended(tensor, kinds, before is None and call is not None and call.builtin)
+        builtin = before is None and call is not None and call.builtin
+        origin.literal = literals.intended(tensor, kinds, builtin, rec.node)
         return self._born(origin, rec, tensor, module, hand)
 
     def _born(self, origin: Origin, rec: Rec | None, tensor: Any, module: Any, hand: Any) -> Origin:
@@ -175,7 +179,7 @@ class Judge:
             if numbers is None:
                 continue
             rec = Rec(name, str(tensor.dtype).removeprefix("torch."), None, None)
-            self.observer._measure(numbers, rec)
+            self.observer.measure(numbers, rec)
             self._state[name] = (id(tensor), version, before[2] if before else ())
 
             event = functools.partial(self._state_changed, name, owner, rec, what, before is None, call)
@@ -220,8 +224,9 @@ class Judge:
 
     # --- backward ---------------------------------------------------------------------------------
 
-    def backward_begins(self, roots: Iterable[Any]) -> None:
+    def backward_begins(self, roots: Iterable[Any], create_graph: bool) -> None:
         self._depth += 1
+        self._twice = self._twice or create_graph
         if self._depth > 1 or hooks.graph_task() != -1:
             return
         self._first = None
@@ -278,6 +283,8 @@ class Judge:
                 return
             call = self._user_of(key, name)
             kinds = _kinds(reading, grad)
+            if self._twice and "nan" in kinds and call is not None and call.steady:
+                call = None  # of a linear map only the derivative of its own gradient can be undefined
             self._first = self._in_backward(call, None, kinds, reading, grad, f"grad of {name}")
         self._bad_grads.add(key)
         self._harmful(self._first)
@@ -321,8 +328,17 @@ class Judge:
         self._confirm(origin)
 
     def _curable(self, origin: Origin) -> bool:
-        """True when a smaller loss scale might help: an overflow, or a NaN where float16 was at work."""
-        return "nan" not in origin.kinds or torch.float16 in self.observer.lowest or bool(origin.facts.get("scaled"))
+        """True when a smaller loss scale might help: what came in was large enough to overflow on its way through.
+
+        A derivative that is undefined (sqrt at 0) gives an infinity whatever comes in. The step from one to the
+        other is a gain: no healthy module turns a gradient of 16 into one beyond 65 504. A parameter's gradient
+        sums over the whole batch, so there only the scale itself can tell, once it has fallen to 1.
+        """
+        if origin.facts.get("scaled") or origin.tensor.startswith("grad of"):
+            return True
+        incoming = origin.call.grad if origin.call is not None else float(self._scaler.get_scale())
+        limit = 65504.0 if torch.float16 in self.observer.dtypes else torch.finfo(torch.float32).max
+        return incoming is None or not incoming * _GAIN < limit
 
     def backward_ends(self, given: tuple[Any, ...], grads: Any) -> None:
         self._depth = max(0, self._depth - 1)
@@ -339,7 +355,7 @@ class Judge:
         if numbers is None:
             return
         reading = Rec("grad", str(grad.dtype).removeprefix("torch."), None, None)
-        self.observer._measure(numbers, reading)
+        self.observer.measure(numbers, reading)
         owners = self.names.owners.get(id(of), [])
         first = self._first
 
@@ -393,7 +409,7 @@ class Judge:
         if numbers is None:
             return
         rec = Rec(label, str(tensor.dtype).removeprefix("torch."), None, None)
-        self.observer._measure(numbers, rec)
+        self.observer.measure(numbers, rec)
         before = self._state.get(label, (0, 0, ()))[2]
         try:
             version = tensor._version
@@ -467,6 +483,7 @@ class Judge:
         self._bad_grads.clear()
         self._first = None
         self._depth = 0
+        self._twice = False
 
     def leaving(self) -> None:
         """The watch ends inside a step: look once more at what may have been written since."""

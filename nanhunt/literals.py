@@ -26,19 +26,32 @@ _HANDS_ON = (
     "View Reshape UnsafeView Expand Squeeze Unsqueeze Transpose Permute T Slice Select Index Gather Alias Cat Stack Clone "
     "ToCopy Split UnsafeSplit Chunk Unbind AsStrided Repeat Flip Roll Copy Neg"
 ).split()
+_REACHES = (
+    "Log",
+    "Div",
+    "Reciprocal",
+    "Exp",
+    "Pow",
+    "Rsqrt",
+    "Mul",
+    "Mm",
+    "Addmm",
+    "Bmm",
+)  # make infinities themselves
 _DEPTH = 12  # nodes to walk back: a mask is used within a few ops of where it is made
 
 
-def intended(tensor: Any, kinds: tuple[str, ...], builtin: bool) -> bool:
+def intended(tensor: Any, kinds: tuple[str, ...], builtin: bool, node: str = "") -> bool:
     """True when the infinities of a tensor look meant. A NaN never does.
 
-    `tensor` is None where it is no longer in hand; `builtin`: a module of torch.nn gave it out.
+    `tensor` is None where it is no longer in hand, then `node` is the name of the autograd node that made it;
+    `builtin`: a module of torch.nn gave it out.
     """
     if "nan" in kinds or builtin:
         return False
     if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
         return _written(tensor.grad_fn, kinds, _DEPTH)
-    return kinds == ("-inf",)
+    return kinds == ("-inf",) and not node.startswith(_REACHES)
 
 
 def _written(node: Any, kinds: tuple[str, ...], depth: int) -> bool:
@@ -58,4 +71,4 @@ def _written(node: Any, kinds: tuple[str, ...], depth: int) -> bool:
 
 def _plain(node: Any) -> bool:
     """True when the node is no function that reaches an infinity by itself."""
-    return node is None or not type(node).__name__.startswith(("Log", "Div", "Reciprocal", "Exp", "Pow", "Rsqrt"))
+    return node is None or not type(node).__name__.startswith(_REACHES)

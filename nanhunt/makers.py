@@ -14,7 +14,9 @@ from .sites import Site
 _MOST = 4096  # tensors whose makers are remembered
 _DEEP = 8
 # Ops that take a constant which stands for "a little": what a lost eps is lost in.
-_TAKES_EPS = frozenset("add sub rsub clamp clamp_min clamp_max maximum full full_like fill scalar_tensor new_full".split())
+_TAKES_EPS = frozenset(
+    "add sub rsub clamp clamp_min clamp_max maximum full full_like fill scalar_tensor new_full".split()
+)
 _DIFFERENCES = frozenset(("sub", "rsub", "add"))
 
 

@@ -72,7 +72,7 @@ class Observer:
         self.param_takers: dict[int, list[Call]] = {}
         self.last_call: dict[str, Call] = {}
         self.blind: set[str] = set()
-        self.lowest: set[torch.dtype] = set()  # dtypes met in this step
+        self.dtypes: set[torch.dtype] = set()  # met in this step
         self._sites, self._defer, self._failed = sites, defer, failed
         self._local = _Thread()
         self._lock = threading.Lock()
@@ -255,9 +255,9 @@ class Observer:
             return None
         self.seen += 1
         rec = Rec(name, str(tensor.dtype).removeprefix("torch."), scope, maker)
-        self.lowest.add(tensor.dtype)
-        if not again:
-            self._measure(numbers, rec)
+        self.dtypes.add(tensor.dtype)
+        if not again and self.measure(numbers, rec):
+            rec.node = type(tensor.grad_fn).__name__
         if tensor.requires_grad and self.attachment is not None:
             rec.leaf = tensor.grad_fn is None
             self.attachment.gradient(tensor, functools.partial(self.on_gradient, rec))
@@ -269,7 +269,8 @@ class Observer:
         found = self._known.get(id(tensor))
         return found[2] if found is not None and found[0]() is tensor else None
 
-    def _measure(self, numbers: torch.Tensor, rec: Rec) -> None:
+    def measure(self, numbers: torch.Tensor, rec: Rec) -> bool:
+        """Take the range of a payload: at once, or (True) into a slot that is read later."""
         if self._defer or numbers.device.type != "cpu":
 
             def take(lo: float, hi: float) -> None:
@@ -277,8 +278,9 @@ class Observer:
 
             with self._lock:
                 self.slots.put(numbers, take)
-        else:
-            rec.lo, rec.hi = probe.limits(numbers)
+            return True
+        rec.lo, rec.hi = probe.limits(numbers)
+        return False
 
     def on_gradient(self, rec: Rec, grad: torch.Tensor) -> None:
         if not self.on or hooks.skip_here():
@@ -307,7 +309,7 @@ class Observer:
         self.seen += 1
         # Its own reading: the same tensor gets a gradient in each backward over the graph.
         reading = Rec("grad", str(grad.dtype).removeprefix("torch."), None, None)
-        self._measure(numbers, reading)
+        self.measure(numbers, reading)
         if rec is not None:
             self.tell(True, functools.partial(self.judge.gradient, rec, reading), None, grad)
         else:
@@ -335,7 +337,7 @@ class Observer:
         self._known.clear()
         self.param_takers.clear()
         self.last_call.clear()
-        self.lowest.clear()
+        self.dtypes.clear()
         self.slots.forget()
         if self.attachment is not None:
             self.attachment.drop_leaves()

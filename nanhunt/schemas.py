@@ -61,7 +61,7 @@ class Schema:
 
     def __init__(self, func: Any) -> None:
         schema = func._schema
-        self.name = str(func)
+        self.name = _public(str(func))
         self.base = base_name(schema.name)
         namespace, bare = schema.name.split("::", 1)
         self.roles = tuple(a.name for a in schema.arguments)
@@ -79,6 +79,15 @@ class Schema:
         self.outputs = len(schema.returns)
         # The second output of CTC (log_alpha) holds -inf and memory that was never written, by design.
         self.garbage: frozenset[int] = frozenset((1,)) if self.base in ("ctc_loss", "cudnn_ctc_loss") else frozenset()
+
+
+def _public(name: str) -> str:
+    """`aten.nll_loss_forward.default` is what `aten.nll_loss.default` runs: the latter is what people write."""
+    namespace, base, overload = name.split(".", 2)
+    bare = base.strip("_").removesuffix("_forward")
+    if base.endswith("_forward") and namespace == "aten" and hasattr(torch.ops.aten, bare):
+        return f"aten.{bare}.{overload}"
+    return name
 
 
 _schemas: dict[Any, Schema] = {}

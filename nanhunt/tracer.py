@@ -473,9 +473,7 @@ class Tracer(TorchDispatchMode):
             self._keep(known)
         return known
 
-    def _anew(
-        self, run: _Run, place: _Place, operands: list[Operand], bads: list[tuple[int, Tensor]]
-    ) -> Birth | None:
+    def _anew(self, run: _Run, place: _Place, operands: list[Operand], bads: list[tuple[int, Tensor]]) -> Birth | None:
         """With its bad operands made harmless, does the op still give something bad? Then that is its own doing."""
         schema = run.schema
         if schema.base in _CARRIES or self._again <= 0 or not all(small(t) for t in run.tensors):

@@ -61,7 +61,7 @@ class Call:
 class Rec:
     """One tensor that was looked at. Numbers and names only: no tensor is ever kept."""
 
-    __slots__ = ("dtype", "exits", "grad", "hi", "leaf", "lo", "makers", "name", "origin", "scope", "takers")
+    __slots__ = ("dtype", "exits", "grad", "hi", "node", "leaf", "lo", "makers", "name", "origin", "scope", "takers")
 
     def __init__(self, name: str, dtype: str, scope: Call | None, maker: Call | None) -> None:
         self.name, self.dtype = name, dtype
@@ -73,6 +73,7 @@ class Rec:
         self.leaf = False  # a tensor that the user holds: its gradient is a result
         self.origin: Origin | None = None
         self.grad: tuple[float, float] | None = None
+        self.node = ""  # of a tensor that will be gone when its range is read: the autograd node that made it
 
     @property
     def bad(self) -> bool:

@@ -173,8 +173,8 @@ class Watch:
     def on_post(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         self._observer.on_post(module, args, kwargs, out)
 
-    def on_backward_begin(self, roots: tuple[Any, ...]) -> None:
-        self._guarded(self._judge.backward_begins, roots)
+    def on_backward_begin(self, roots: tuple[Any, ...], create_graph: bool) -> None:
+        self._guarded(self._judge.backward_begins, roots, create_graph)
 
     def on_backward_end(self, given: tuple[Any, ...], grads: Any, ok: bool) -> None:
         if ok:

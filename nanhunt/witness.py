@@ -62,7 +62,9 @@ class Witness:
         if alike and (len(alike) >= _MOST_ALIKE or self._full >= _MOST):
             return alike[-1]
         self._full += 1
-        found = self._gather(run, place, operands, position, out, kinds, literals, inherited, fresh, loss_scale, dropped)
+        found = self._gather(
+            run, place, operands, position, out, kinds, literals, inherited, fresh, loss_scale, dropped
+        )
         alike.append(found)
         return found
 

@@ -29,6 +29,8 @@ class Column:
 def table(columns: list[Column], width: int) -> list[str]:
     """Header and rows: the columns that say something, as many as fit, names elided."""
     columns = [column for column in columns if column.says()]
+    if not columns:
+        return []
     # Names give way down to a size at which a path can still be told, then the least important columns go.
     for limit, gives in ((60, 0), (44, 3), (34, 5), (26, 7), (20, 99)):
         for column in columns:

@@ -22,6 +22,11 @@ _SHORT = {"float": "f", "bfloat": "bf", "complex": "c", "int": "i", "uint": "u"}
 # stands around the rows, five lines of place and six blank ones, that makes 60 at most.
 _TITLE, _WHY, _ADVICE, _ROWS, _CALLS, _CONTEXT = 3, 6, 11, 9, 8, 7
 
+_ADVICE_HEADING = "What to do"
+_TENSORS_HEADING = "Tensors (headroom: how many bits the largest number may still grow; own dtype, then others)"
+_TRAIL_HEADING = "The calls before it, oldest first (largest number in and out)"
+_CONTEXT_HEADING = "Context"
+
 
 def title(finding: Finding) -> str:
     """The verdict in one sentence, on one line."""
@@ -57,19 +62,22 @@ def page(finding: Finding, *, color: bool | None = None, width: int = 100) -> st
     """The whole page, at most 60 lines and `width` columns; `color` None asks the terminal."""
     width = max(width, 40)
     paint = _paint if (_wants_color() if color is None else color) else _leave
+    place = _place(finding, width)
+    if finding.line and finding.source:
+        place[1] = paint("cyan", place[1])
     sections = [
         [paint("bold", line) for line in wrap(title(finding), width, most=_TITLE, rest="  ")],
-        [paint("cyan", line) if i == 1 and finding.source else line for i, line in enumerate(_place(finding, width))],
+        place,
         wrap(finding.why or "", width, most=_WHY),
-        _headed("What to do", _advice(finding, width), paint),
-        _headed(
-            "Tensors (headroom: how many bits the largest number may still grow; own dtype, then others)",
-            _tensors(finding, width, paint),
-            paint,
-        ),
-        _headed("The calls before it, oldest first (largest number in and out)", _trail(finding, width), paint),
-        _headed("Context", _context(finding, width), paint),
     ]
+    for heading, lines in (
+        (_ADVICE_HEADING, _advice(finding, width)),
+        (_TENSORS_HEADING, _tensors(finding, width, paint)),
+        (_TRAIL_HEADING, _trail(finding, width)),
+        (_CONTEXT_HEADING, _context(finding, width)),
+    ):
+        shown = heading if len(heading) <= width else heading.partition(" (")[0]
+        sections.append([paint("bold", shown), *lines] if lines else [])
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
 
@@ -185,7 +193,7 @@ def _trail(finding: Finding, width: int) -> list[str]:
     ]
     lines = table(columns, width)
     more = len(finding.trail) - len(shown)
-    return lines if not more else [*lines, f"(and {more} earlier)"]
+    return lines if not (lines and more) else [*lines, f"(and {more} earlier)"]
 
 
 def _call_name(call: Call) -> str:
@@ -196,7 +204,7 @@ def _call_name(call: Call) -> str:
 
 def _growth(call: Call) -> str:
     if call.absmax_in and call.absmax_out and math.isfinite(call.absmax_in) and math.isfinite(call.absmax_out):
-        return f"x {call.absmax_out / call.absmax_in:.2g}"
+        return f"x {fmt(float(f'{call.absmax_out / call.absmax_in:.2g}'))}"
     return ""
 
 
@@ -236,7 +244,10 @@ def _tensors(finding: Finding, width: int, paint: Callable[[str, str], str]) -> 
     ]
     if len({row.device for row in rows}) == 1:
         columns = [column for column in columns if column.name != "device"]
-    header, *body = table(columns, width)
+    lines = table(columns, width)
+    if not lines:
+        return []
+    header, *body = lines
     lines = [
         header,
         *(paint("red", line) if _is_bad(row) else line for row, line in zip(rows, body, strict=True)),
@@ -287,10 +298,6 @@ def _bits(bits: float | None) -> str:
 
 
 # -- paint ---------------------------------------------------------------------------------------------------
-
-
-def _headed(name: str, lines: list[str], paint: Callable[[str, str], str]) -> list[str]:
-    return [paint("bold", name), *lines] if lines else []
 
 
 def _wants_color() -> bool:
