@@ -47,7 +47,7 @@ def table(columns: list[Column], width: int) -> list[str]:
         colalign=["left" if column.left else "right" for column in columns],
         disable_numparse=True,
     )
-    return [head(line.rstrip(), width) for line in text.split("\n")]
+    return [head(line, width).rstrip() for line in text.split("\n")]
 
 
 def _total(columns: list[Column]) -> int:

@@ -76,8 +76,9 @@ def page(finding: Finding, *, color: bool | None = None, width: int = 100) -> st
         (_TRAIL_HEADING, _trail(finding, width)),
         (_CONTEXT_HEADING, _context(finding, width)),
     ):
-        shown = heading if len(heading) <= width else heading.partition(" (")[0]
-        sections.append([paint("bold", shown), *lines] if lines else [])
+        if len(heading) > width or (heading == _TENSORS_HEADING and lines and "headroom" not in lines[0]):
+            heading = heading.partition(" (")[0]
+        sections.append([paint("bold", heading), *lines] if lines else [])
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
 
@@ -113,7 +114,9 @@ def _place(finding: Finding, width: int) -> list[str]:
             pairs.append(("", clean(f.source.strip())))
     if f.op or _dtypes(f):
         how = "derivative of " if f.phase == "backward" and f.op != "AccumulateGrad" else ""
-        pairs.append(("op" if f.op else "dtype", f"{how}{clean(f.op)} {_dtypes(f)}" if f.op else _dtypes(f)))
+        pairs.append(
+            ("op" if f.op else "dtype", f"{how}{clean(f.op)} {_dtypes(f)}" if f.op else _dtypes(f).removeprefix("in "))
+        )
     if f.tensor:
         pairs.append(("tensor", clean(f.tensor)))
     if f.cause:
