@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -55,9 +54,10 @@ class Judge:
         self._scaled: dict[int, bool] = {}
         self._scale_before = math.nan
         self._optimizer_ran = False
-        self._touched: set[int] = set()  # parameters whose gradient was looked at in this backward
-        self._bad_grads: set[int] = set()
+        self.touched: set[int] = set()  # parameters whose gradient was looked at in this backward
+        self.bad_grads: set[int] = set()
         self._state: dict[str, tuple[int, int, tuple[str, ...]]] = {}  # name -> (id, version, kinds)
+        self._bad_moments: set[tuple[str, str | None]] = set()  # optimizer state that was bad once
         self._depth = 0
         self._twice = False  # a gradient of this step is differentiated again
 
@@ -168,24 +168,20 @@ class Judge:
     def _look_at_state(self, tensors: Iterable[_State], what: str, call: Call | None = None) -> None:
         """Look at the parameters or buffers that were written since the last look."""
         for name, owner, tensor in tensors:
-            try:
-                version = tensor._version
-            except RuntimeError:
-                version = -1
+            version = _version(tensor)
             before = self._state.get(name)
             if before is not None and before[0] == id(tensor) and before[1] == version:
                 continue
             numbers = probe.payload(tensor)
             if numbers is None:
                 continue
-            rec = Rec(name, str(tensor.dtype).removeprefix("torch."), None, None)
+            rec = Rec(name, tensor.dtype, None, None)
             self.observer.measure(numbers, rec)
             self._state[name] = (id(tensor), version, before[2] if before else ())
 
-            event = functools.partial(self._state_changed, name, owner, rec, what, before is None, call)
-
-            if rec.bad or before is None or before[2] or self.observer.slots.waiting:
-                self.observer.tell(True, event, None, tensor)
+            if rec.bad or before is None or before[2] or self.observer.deferring:
+                args = (name, owner, rec, what, before is None, call)
+                self.observer.tell(True, self._state_changed, args, None, tensor)
 
     def _state_changed(
         self, name: str, owner: str, rec: Rec, what: str, at_start: bool, call: Call | None, module: Any, tensor: Any
@@ -230,38 +226,31 @@ class Judge:
         if self._depth > 1 or hooks.graph_task() != -1:
             return
         self._first = None
-        self._touched.clear()
+        self.touched.clear()
         self.stepped_back = True
         for root in roots:
             if isinstance(root, torch.Tensor):
                 rec = self.observer.look(root, ("loss", ""), None, None, False)
                 if rec is not None:
-                    event = self._loss_event(rec, self._scaled.get(id(root), False))
-                    self.observer.tell(rec.bad, event, None, root)
+                    scaled = self._scaled.get(id(root), False)
+                    self.observer.tell(rec.bad, self._loss, (rec, scaled), None, root)
 
-    def _loss_event(self, rec: Rec, scaled_from_finite: bool) -> Callable[[Any, Any], None]:
-        def event(module: Any, tensor: Any) -> None:
-            if not rec.bad:
-                return
-            self.alert = True
-            kinds = _kinds(rec, tensor)
-            if scaled_from_finite:
-                origin = Origin("backward", None, kinds, "loss")
-                origin.facts["scaled"] = True
-                self._first = self._born(origin, rec, tensor, None, None)
-                return
-            if rec.origin is None:
-                rec.origin = settle(kinds, self.outside) or self._made(None, rec, kinds, tensor)
-            self._confirm(rec.origin)
-
-        return event
+    def _loss(self, rec: Rec, scaled_from_finite: bool, module: Any, tensor: Any) -> None:
+        if not rec.bad:
+            return
+        self.alert = True
+        kinds = _kinds(rec, tensor)
+        if scaled_from_finite:
+            origin = Origin("backward", None, kinds, "loss")
+            origin.facts["scaled"] = True
+            self._first = self._born(origin, rec, tensor, None, None)
+            return
+        if rec.origin is None:
+            rec.origin = settle(kinds, self.outside) or self._made(None, rec, kinds, tensor)
+        self._confirm(rec.origin)
 
     def gradient(self, rec: Rec, reading: Rec, module: Any, grad: Any) -> None:
-        size = reading.absmax
-        rec.grad = (reading.lo, reading.hi)
-        for call in rec.makers:
-            if call.grad is None or not call.grad >= size:
-                call.grad = size
+        rec.came_back(reading)
         if not reading.bad:
             return
         self.alert = True
@@ -271,22 +260,20 @@ class Judge:
         if rec.leaf:
             self._harmful(self._first)
 
-    def parameter(self, param: tuple[str, int], reading: Rec, module: Any, grad: Any) -> None:
-        name, key = param
-        self._touched.add(key)
+    def parameter(self, name: str, key: int, reading: Rec, module: Any, grad: Any) -> None:
         if not reading.bad:
-            self._bad_grads.discard(key)
+            self.bad_grads.discard(key)
             return
         self.alert = True
         if self._first is None:
-            if key in self._bad_grads:  # still bad from an earlier backward of this step
+            if key in self.bad_grads:  # still bad from an earlier backward of this step
                 return
             call = self._user_of(key, name)
             kinds = _kinds(reading, grad)
             if self._twice and "nan" in kinds and call is not None and call.steady:
                 call = None  # of a linear map only the derivative of its own gradient can be undefined
             self._first = self._in_backward(call, None, kinds, reading, grad, f"grad of {name}")
-        self._bad_grads.add(key)
+        self.bad_grads.add(key)
         self._harmful(self._first)
 
     def _user_of(self, key: int, name: str) -> Call | None:
@@ -351,27 +338,24 @@ class Judge:
         self.observer.drain()
 
     def _result(self, of: Any, grad: torch.Tensor) -> None:
+        """A gradient that passed no hook: what torch.autograd.grad gives, or a `.grad` nobody saw being written."""
         numbers = probe.payload(grad)
         if numbers is None:
             return
-        reading = Rec("grad", str(grad.dtype).removeprefix("torch."), None, None)
+        reading = Rec("grad", grad.dtype, None, None)
         self.observer.measure(numbers, reading)
         owners = self.names.owners.get(id(of), [])
-        first = self._first
+        self.observer.tell(reading.bad, self._bad_result, (id(of), owners, reading), None, grad)
 
-        def event(module: Any, hand: Any) -> None:
-            if not reading.bad:
-                return
-            self.alert = True
-            origin = self._first or first
-            if origin is None:
-                name = f"grad of {owners[0][0]}" if owners else "grad_input"
-                call = self._user_of(id(of), owners[0][0]) if owners else None
-                origin = self._in_backward(call, None, _kinds(reading, hand), reading, hand, name)
-                self._first = origin
-            self._harmful(origin)
-
-        self.observer.tell(reading.bad, event, None, grad)
+    def _bad_result(self, key: int, owners: list[tuple[str, str]], reading: Rec, module: Any, grad: Any) -> None:
+        if not reading.bad:
+            return
+        self.alert = True
+        if self._first is None:
+            name = f"grad of {owners[0][0]}" if owners else "grad_input"
+            call = self._user_of(key, owners[0][0]) if owners else None
+            self._first = self._in_backward(call, None, _kinds(reading, grad), reading, grad, name)
+        self._harmful(self._first)
 
     # --- optimizer --------------------------------------------------------------------------------
 
@@ -382,21 +366,17 @@ class Judge:
 
     def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
         for p, _name in self._moved(optimizer):
-            if p.grad is not None and id(p) not in self._touched:  # FSDP1, autograd.grad, hand-written gradients
+            if p.grad is not None and id(p) not in self.touched:  # FSDP1, autograd.grad, hand-written gradients
                 self._result(p, p.grad)
 
     def optimizer_ends(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer_ran = True
         rates = [g.get("lr") for g in optimizer.param_groups]
         for p, name in self._moved(optimizer):
-            tensors = [(name, p)]
-            tensors += [
-                (f"optimizer state {key} of {name}", value)
-                for key, value in optimizer.state.get(p, {}).items()
-                if isinstance(value, torch.Tensor) and value.numel() > 1
-            ]
-            for label, tensor in tensors:
-                self._moved_state(label, name, tensor, p, rates)
+            self._updated(name, None, p, p, rates)
+            for key, value in optimizer.state.get(p, {}).items():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    self._updated(name, key, value, p, rates)
 
     def _moved(self, optimizer: torch.optim.Optimizer) -> Iterable[tuple[torch.Tensor, str]]:
         for i, group in enumerate(optimizer.param_groups):
@@ -404,37 +384,51 @@ class Judge:
                 owners = self.names.owners.get(id(p))
                 yield p, owners[0][0] if owners else f"param_groups[{i}]['params'][{j}]"
 
-    def _moved_state(self, label: str, name: str, tensor: torch.Tensor, p: torch.Tensor, rates: list[Any]) -> None:
+    def _updated(self, name: str, key: str | None, tensor: torch.Tensor, p: torch.Tensor, rates: list[Any]) -> None:
+        """Look at a parameter (`key` None), or at a tensor of its optimizer state, after the update."""
         numbers = probe.payload(tensor)
         if numbers is None:
             return
-        rec = Rec(label, str(tensor.dtype).removeprefix("torch."), None, None)
+        if key is not None and (name, key) not in self._bad_moments and self.observer.fine(numbers):
+            return
+        rec = Rec(name, tensor.dtype, None, None)
         self.observer.measure(numbers, rec)
-        before = self._state.get(label, (0, 0, ()))[2]
-        try:
-            version = tensor._version
-        except RuntimeError:
-            version = -1
-        self._state[label] = (id(tensor), version, before)
+        label = name if key is None else f"optimizer state {key} of {name}"
+        before = self._state[label][2] if label in self._state else ()
+        if key is None:
+            self._state[label] = (id(tensor), _version(tensor), before)
+        if rec.bad or before or self.observer.deferring:
+            args = (label, name, before, rec, rates, p)
+            self._bad_moments.add((name, key))
+            self.observer.tell(True, self._update_seen, args, None, tensor)
 
-        def event(module: Any, hand: Any) -> None:
-            kinds = _kinds(rec, hand) if rec.bad else ()
-            self._state[label] = (id(tensor), version, kinds)
-            if not kinds or set(kinds) <= set(before) or "nan" in before:
-                return
-            self.alert = True
-            if self._pending:
-                self._confirm(self._pending[0])
-                return
-            if any(o.settled and "handled" not in o.facts for o in self.origins):
-                return  # the consequence of a fault that was reported
-            origin = Origin("optimizer", None, kinds, label, owner=name.rpartition(".")[0])
-            origin.facts["rates"] = rates
-            origin.facts["parameter"] = p if hand is not None else None
-            self._confirm(self._born(origin, rec, hand, None, None))
-
-        if rec.bad or before or self.observer.slots.waiting:
-            self.observer.tell(True, event, None, tensor)
+    def _update_seen(
+        self,
+        label: str,
+        name: str,
+        before: tuple[str, ...],
+        rec: Rec,
+        rates: list[Any],
+        p: torch.Tensor,
+        module: Any,
+        tensor: Any,
+    ) -> None:
+        kinds = _kinds(rec, tensor) if rec.bad else ()
+        known = self._state.get(label, (0, -1, ()))
+        if kinds or known[2]:
+            self._state[label] = (known[0], known[1], kinds)
+        if not kinds or set(kinds) <= set(before) or "nan" in before:
+            return
+        self.alert = True
+        if self._pending:
+            self._confirm(self._pending[0])
+            return
+        if any(o.settled and "handled" not in o.facts for o in self.origins):
+            return  # the consequence of a fault that was reported
+        origin = Origin("optimizer", None, kinds, label, owner=name.rpartition(".")[0])
+        origin.facts["rates"] = rates
+        origin.facts["parameter"] = p if tensor is not None else None
+        self._confirm(self._born(origin, rec, tensor, None, None))
 
     # --- loss scale -------------------------------------------------------------------------------
 
@@ -480,7 +474,7 @@ class Judge:
         self.outside.clear()
         self._pending.clear()
         self._scaled.clear()
-        self._bad_grads.clear()
+        self.bad_grads.clear()
         self._first = None
         self._depth = 0
         self._twice = False
@@ -508,6 +502,13 @@ class Judge:
         origin.settled = True
         origin.facts["handled"] = why
         self._cleared(origin, why)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    try:
+        return tensor._version
+    except RuntimeError:  # inference tensors do not count versions
+        return -1
 
 
 def _kinds(rec: Rec, tensor: Any) -> tuple[str, ...]:

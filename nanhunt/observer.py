@@ -182,7 +182,7 @@ class Observer:
         if outermost:
             self.judge.batch(recs, args, kwargs)
         if not again:
-            self.tell(bad, functools.partial(self.judge.entered, call, recs), module, (args, kwargs))
+            self.tell(bad, self.judge.entered, (call, recs), module, (args, kwargs))
 
     def _take(self, tensor: torch.Tensor, name: Any, call: Call, recs: list[Rec], again: bool) -> bool:
         if isinstance(tensor, nn.Parameter):
@@ -230,12 +230,7 @@ class Observer:
             bad |= rec.bad
         if not again:
             self.trail.append((call, taken, recs))
-            self.tell(
-                bad or outermost,
-                functools.partial(self.judge.left, call, recs, outermost),
-                module,
-                (out, args, kwargs),
-            )
+            self.tell(bad or outermost, self.judge.left, (call, recs, outermost), module, (out, args, kwargs))
         if outermost:
             self.drain()
 
@@ -254,7 +249,7 @@ class Observer:
         if numbers is None:
             return None
         self.seen += 1
-        rec = Rec(name, str(tensor.dtype).removeprefix("torch."), scope, maker)
+        rec = Rec(name, tensor.dtype, scope, maker)
         self.dtypes.add(tensor.dtype)
         if not again and self.measure(numbers, rec):
             rec.node = type(tensor.grad_fn).__name__
@@ -282,11 +277,25 @@ class Observer:
         rec.lo, rec.hi = probe.limits(numbers)
         return False
 
+    def fine(self, numbers: torch.Tensor) -> bool:
+        """True when a payload was looked at, is finite, and nothing that happened before waits to be judged."""
+        if self._defer or self.judge.alert or self.slots.waiting or numbers.device.type != "cpu":
+            return False
+        self.seen += 1
+        return not probe.bad(*probe.limits(numbers))
+
     def on_gradient(self, rec: Rec, grad: torch.Tensor) -> None:
         if not self.on or hooks.skip_here():
             return
         try:
-            self._gradient(grad, rec, None)
+            # Its own reading: the same tensor gets a gradient in each backward over the graph.
+            reading = self._reading(grad)
+            if reading is None:
+                return
+            if reading.bad or self.deferring or self.judge.alert:
+                self.tell(True, self.judge.gradient, (rec, reading), None, grad)
+            else:
+                rec.came_back(reading)
         except NonFiniteError:
             raise
         except Exception as failure:
@@ -296,34 +305,42 @@ class Observer:
         if not self.on or param.grad is None:
             return
         try:
-            self._gradient(param.grad, None, (name, id(param)))
+            numbers = probe.payload(param.grad)
+            self.judge.touched.add(id(param))
+            if numbers is None or (id(param) not in self.judge.bad_grads and self.fine(numbers)):
+                return
+            reading = self._reading(param.grad)
+            if reading is not None:
+                self.tell(reading.bad, self.judge.parameter, (name, id(param), reading), None, param.grad)
         except NonFiniteError:
             raise
         except Exception as failure:
             self._failed(failure)
 
-    def _gradient(self, grad: torch.Tensor, rec: Rec | None, param: tuple[str, int] | None) -> None:
+    def _reading(self, grad: torch.Tensor) -> Rec | None:
         numbers = probe.payload(grad)
         if numbers is None:
-            return
+            return None
         self.seen += 1
-        # Its own reading: the same tensor gets a gradient in each backward over the graph.
-        reading = Rec("grad", str(grad.dtype).removeprefix("torch."), None, None)
+        reading = Rec("grad", grad.dtype, None, None)
         self.measure(numbers, reading)
-        if rec is not None:
-            self.tell(True, functools.partial(self.judge.gradient, rec, reading), None, grad)
-        else:
-            assert param is not None
-            self.tell(reading.bad, functools.partial(self.judge.parameter, param, reading), None, grad)
+        return reading
 
     # --- telling ----------------------------------------------------------------------------------
 
-    def tell(self, worth: bool, event: Callable[..., None], module: nn.Module | None, hand: Any) -> None:
+    @property
+    def deferring(self) -> bool:
+        """True while ranges wait on a device: what happens now must wait behind them."""
+        return self._defer or bool(self.slots.waiting)
+
+    def tell(
+        self, worth: bool, event: Callable[..., None], args: tuple[Any, ...], module: nn.Module | None, hand: Any
+    ) -> None:
         """Pass an event on: at once with the tensors in hand, or, when ranges wait on a device, later without."""
         if self._defer or self.slots.waiting:
-            self.slots.events.append(functools.partial(event, None, None))
+            self.slots.events.append(functools.partial(event, *args, None, None))
         elif worth or self.judge.alert:
-            event(module, hand)
+            event(*args, module, hand)
 
     def drain(self) -> None:
         """Read the device, if anything waits there, and judge what was read."""

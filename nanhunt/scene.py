@@ -84,9 +84,8 @@ class Scene:
     def take(self, origin: Origin, rec: Rec | None, tensor: Any, module: nn.Module | None, hand: Any) -> None:
         origin.step = self.step
         facts = origin.facts
-        facts["dtype"] = rec.dtype if rec is not None else None
-        if isinstance(hand, Rec):  # a gradient: the record is of the tensor it belongs to
-            facts["dtype"] = hand.dtype
+        of = hand if isinstance(hand, Rec) else rec  # of a gradient, the record is of the tensor it belongs to
+        facts["dtype"] = _dtype_name(of.dtype) if of is not None else None
         facts["trail"] = list(self.observer.trail)
         facts["site"] = self._site(origin, tensor is not None)
         facts["autocast"] = _autocast(tensor)
@@ -287,7 +286,11 @@ def _light(origin: Origin, rec: Rec | None) -> tuple[TensorStats, ...]:
     if rec is None:
         return ()
     absmax = None if rec.bad else rec.absmax
-    return (TensorStats(role="output", name=origin.tensor, dtype=rec.dtype, absmax=absmax),)
+    return (TensorStats(role="output", name=origin.tensor, dtype=_dtype_name(rec.dtype), absmax=absmax),)
+
+
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _autocast(tensor: Any) -> str | None:

@@ -61,9 +61,9 @@ class Call:
 class Rec:
     """One tensor that was looked at. Numbers and names only: no tensor is ever kept."""
 
-    __slots__ = ("dtype", "exits", "grad", "hi", "node", "leaf", "lo", "makers", "name", "origin", "scope", "takers")
+    __slots__ = ("dtype", "exits", "hi", "leaf", "lo", "makers", "name", "node", "origin", "scope", "takers")
 
-    def __init__(self, name: str, dtype: str, scope: Call | None, maker: Call | None) -> None:
+    def __init__(self, name: Any, dtype: Any, scope: Call | None, maker: Call | None) -> None:
         self.name, self.dtype = name, dtype
         self.lo = self.hi = 0.0
         self.scope = scope  # the call in whose own code the tensor stands
@@ -72,8 +72,14 @@ class Rec:
         self.exits = False  # given out by the outermost call: the code around the model may use it
         self.leaf = False  # a tensor that the user holds: its gradient is a result
         self.origin: Origin | None = None
-        self.grad: tuple[float, float] | None = None
         self.node = ""  # of a tensor that will be gone when its range is read: the autograd node that made it
+
+    def came_back(self, reading: Rec) -> None:
+        """Note how large the gradient was that came back to the calls which gave this tensor out."""
+        size = reading.absmax
+        for call in self.makers:
+            if call.grad is None or not call.grad >= size:
+                call.grad = size
 
     @property
     def bad(self) -> bool:
