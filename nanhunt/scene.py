@@ -214,7 +214,7 @@ class Scene:
         )
 
     def _context(self, origin: Origin) -> dict[str, Any]:
-        optimizer, scaler = self.optimizer, self.judge.scaler
+        optimizer, scaler = self.optimizer, self.judge.scaling.scaler
         rates = [coarse.plain(g.get("lr")) for g in optimizer.param_groups] if optimizer is not None else []
         scale = origin.facts.get("loss_scale")
         if scale is None and scaler is not None:

@@ -186,7 +186,7 @@ class Watch:
     def on_scaler(self, scaler: Any, what: str, before: Any, after: Any) -> None:
         wanted = self._options["scaler"]
         if wanted is None or wanted is scaler:
-            self._guarded(self._judge.scaler_event, scaler, what, before, after)
+            self._guarded(self._judge.scaling.event, scaler, what, before, after)
 
     def _guarded(self, event: Callable[..., None], *args: Any) -> None:
         if self._closed or hooks.skip_here():
@@ -203,18 +203,18 @@ class Watch:
             self.errors.append(failure)
 
     def _optimizer_event(self, optimizer: torch.optim.Optimizer, after: bool) -> None:
-        if optimizer is not self._optimizer and not self._judge.concerns(optimizer):
+        if optimizer is not self._optimizer and not self._judge.state.concerns(optimizer):
             return
         self._scene.optimizer = optimizer
         if not self._observer.on:
-            if after and self._judge.scaler is None:
+            if after and self._judge.scaling.scaler is None:
                 self._turn()
             return
         if not after:
-            self._judge.optimizer_begins(optimizer)
+            self._judge.state.before_update(optimizer)
             return
-        self._judge.optimizer_ends(optimizer)
-        if self._judge.scaler is None:  # else the step ends when the scaler is updated
+        self._judge.state.after_update(optimizer)
+        if self._judge.scaling.scaler is None:  # else the step ends when the scaler is updated
             self._turn()
 
     # --- steps ------------------------------------------------------------------------------------

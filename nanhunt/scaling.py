@@ -1,0 +1,90 @@
+"""The loss scale: which bad gradients a GradScaler is about to handle, and which no scale can cure."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import probe
+from .verdict import Origin
+
+if TYPE_CHECKING:
+    from .judge import Judge
+
+_GAIN = 4096.0  # more than a healthy module multiplies a gradient by
+_FLOAT16_MAX = 65504.0
+
+
+class Scaling:
+    """Holds an overflow back until the scaler has decided.
+
+    A scaler that is finding its scale skips steps, nine of them may be healthy: that is no fault. Three things
+    are: a step that was not skipped, an overflow at scale 1, and a bad value that has another cause than size.
+    """
+
+    def __init__(self, judge: Judge) -> None:
+        self._judge = judge
+        self.scaler: Any = None  # the one that scaled the loss of this step
+        self.pending: list[Origin] = []
+        self._finite_before: dict[int, bool] = {}  # id of a scaled loss -> the loss itself was finite
+        self._scale = math.nan
+
+    def event(self, scaler: Any, what: str, given: Any, out: Any) -> None:
+        """`what`: "scale", "step" or "update", and each with ":before" ahead of it."""
+        if what == "scale" and scaler.is_enabled():
+            self.scaler = scaler
+            if isinstance(given, torch.Tensor) and isinstance(out, torch.Tensor) and given.device.type == "cpu":
+                numbers = probe.payload(given)
+                self._finite_before = {id(out): numbers is not None and not probe.bad(*probe.limits(numbers))}
+        elif what == "update:before" and scaler is self.scaler:
+            self._judge.observer.drain()
+            if self.pending:
+                self._scale = float(scaler.get_scale())
+        elif what == "update" and scaler is self.scaler:
+            self._decide()
+            self.scaler = None
+            self._judge.turn()
+
+    def made_it(self, loss: torch.Tensor) -> bool:
+        """True when this loss was finite until the scaler multiplied it."""
+        return self._finite_before.get(id(loss), False)
+
+    def holds(self, origin: Origin) -> bool:
+        """Take an origin in, if its fate is the scaler's to decide."""
+        if origin in self.pending:
+            return True
+        if self.scaler is None or origin.phase != "backward" or not self._curable(origin):
+            return False
+        self.pending.append(origin)
+        return True
+
+    def _curable(self, origin: Origin) -> bool:
+        """True when a smaller loss scale might help: what came in was large enough to overflow on its way through.
+
+        A derivative that is undefined (sqrt at 0) gives an infinity whatever comes in. The step from one to the
+        other is a gain: no healthy module turns a gradient of 16 into one beyond 65 504. A parameter's gradient
+        sums over the whole batch, so there only the scale itself can tell, once it has fallen to 1.
+        """
+        if origin.facts.get("scaled") or origin.tensor.startswith("grad of"):
+            return True
+        incoming = origin.call.grad if origin.call is not None else float(self.scaler.get_scale())
+        half = torch.float16 in self._judge.observer.dtypes
+        limit = _FLOAT16_MAX if half else torch.finfo(torch.float32).max
+        return incoming is None or not incoming * _GAIN < limit
+
+    def _decide(self) -> None:
+        pending, self.pending = self.pending, []
+        for origin in pending:
+            origin.facts["loss_scale"] = self._scale
+            if self._judge.state.optimizer_ran or self._scale <= 1.0:
+                self._judge.confirm(origin)
+            else:
+                self._judge.clear(origin, "loss_scale")
+
+    def end_step(self) -> None:
+        for origin in self.pending:
+            self._judge.clear(origin, "loss_scale")
+        self.pending.clear()
+        self._finite_before.clear()
