@@ -208,16 +208,16 @@ class Judge:
         takers = self.observer.param_takers.get(key)
         if takers:
             return takers[-1]
-        ran = [self.observer.last_call.get(owner) for _, owner in self.names.owners.get(key, [])]
+        ran = [self.observer.calls.last.get(owner) for _, owner in self.names.owners.get(key, [])]
         used = [c for c in ran if c is not None]
         if used:
             return max(used, key=lambda c: c.grad if c.grad is not None else -1.0)
         owner = name.rpartition(".")[0]
         while owner:
             owner = owner.rpartition(".")[0]
-            if owner in self.observer.last_call:
-                return self.observer.last_call[owner]
-        return self.observer.last_call.get("")
+            if owner in self.observer.calls.last:
+                return self.observer.calls.last[owner]
+        return self.observer.calls.last.get("")
 
     def _in_backward(
         self, call: Call | None, rec: Rec | None, kinds: tuple[str, ...], reading: Rec, grad: Any, tensor: str
@@ -287,6 +287,10 @@ class Judge:
         """The watch ends inside a step: look once more at what may have been written since."""
         if self.observer.on and (self.stepped_back or self.origins):
             self.state.look()
+
+    def faulted(self) -> bool:
+        """True when a fault of this step has been reported."""
+        return any(o.settled and "handled" not in o.facts for o in self.origins)
 
     def suspect(self) -> Origin | None:
         """The origin to name when the program itself dies: the first that nobody meant."""

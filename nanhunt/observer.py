@@ -14,50 +14,16 @@ import torch
 from torch import nn
 
 from . import frames, hooks, probe
+from .calls import Calls
 from .errors import NonFiniteError
-from .naming import Names, type_name
+from .naming import Names
 from .recorder import Slots
-from .verdict import Call, Rec, common
+from .verdict import Call, Rec
 
 if TYPE_CHECKING:
     from .judge import Judge
 
 TRAIL = 21  # calls that a report shows before the fault
-
-# Linear maps and piecewise linear ones: from finite gradients their derivative can overflow, not be undefined.
-_STEADY = (
-    "Linear Bilinear Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d Embedding EmbeddingBag "
-    "Identity Dropout Dropout1d Dropout2d Dropout3d ReLU ReLU6 LeakyReLU Flatten Unflatten Upsample PixelShuffle "
-    "AvgPool1d AvgPool2d AvgPool3d MaxPool1d MaxPool2d MaxPool3d AdaptiveAvgPool1d AdaptiveAvgPool2d"
-).split()
-
-
-class _Entry:
-    """What is known of a module before it is called."""
-
-    __slots__ = ("aliases", "builtin", "kwargs", "steady", "type_name")
-
-    def __init__(self, module: nn.Module, aliases: list[str]) -> None:
-        self.aliases = aliases
-        self.type_name = type_name(module)
-        self.builtin = type(module).__module__.startswith("torch.nn.modules.")
-        self.steady = self.builtin and self.type_name in _STEADY
-        self.kwargs = True  # until a call without keyword arguments has been seen
-
-
-class _Thread(threading.local):
-    """The running calls of one thread: in forward, and apart for each backward that recomputes."""
-
-    def __init__(self) -> None:
-        self.task = -1
-        self.stack: list[tuple[Call, list[Rec]]] = []  # each with what it was given
-        self.stacks: dict[int, list[tuple[Call, list[Rec]]]] = {}
-
-    def turn(self, task: int) -> None:
-        self.stacks[self.task] = self.stack
-        if task == -1:  # every backward of this thread is over
-            self.stacks = {-1: self.stacks.get(-1, [])}
-        self.task, self.stack = task, self.stacks.get(task, [])
 
 
 class Observer:
@@ -68,51 +34,16 @@ class Observer:
         self.names, self.judge, self.slots = names, judge, Slots()
         self.attachment: hooks.Attachment | None = None
         self.seen = 0  # tensors looked at
+        self.roots = 0  # calls of the model from outside
+        self.calls = Calls(names, sites=sites)
         self.trail: deque[tuple[Call, list[Rec], list[Rec]]] = deque(maxlen=TRAIL)
         self.param_takers: dict[int, list[Call]] = {}
-        self.last_call: dict[str, Call] = {}
         self.blind: set[str] = set()
         self.dtypes: set[torch.dtype] = set()  # met in this step
-        self._sites, self._defer, self._failed = sites, defer, failed
-        self._local = _Thread()
+        self._defer, self._failed = defer, failed
         self._lock = threading.Lock()
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, Rec]] = {}
         self._known_limit = 4096
-        self._counts: dict[str, int] = {}
-        self._entries: dict[int, _Entry] = {}
-        self._patience, self._waited = 1, 0
-        self._learn()
-
-    # --- names ------------------------------------------------------------------------------------
-
-    def _learn(self) -> None:
-        by_id = {id(m): m for m in _all_modules(self.names)}
-        old = self._entries
-        self._entries = {}
-        for key, aliases in self.names.modules.items():
-            entry = _Entry(by_id[key], aliases)
-            if key in old:
-                entry.kwargs = old[key].kwargs
-            self._entries[key] = entry
-
-    def _newcomer(self, module: nn.Module) -> _Entry | None:
-        """A module that is not in the tree as it was read: added since, or made on the fly in a forward."""
-        self._waited += 1
-        if self._waited < self._patience:
-            return None
-        self._waited = 0
-        if self.names.refresh():
-            self._learn()
-            self._patience = 1
-        else:  # made anew in every forward: do not read the tree each time
-            self._patience = min(self._patience * 2, 4096)
-        return self._entries.get(id(module))
-
-    def current_call(self) -> Call | None:
-        """The innermost running watched call of this thread, None outside the model."""
-        local = self._local
-        stack = local.stack if local.task == hooks.graph_task() else local.stacks.get(hooks.graph_task(), [])
-        return stack[-1][0] if stack else None
 
     # --- module calls -----------------------------------------------------------------------------
 
@@ -138,37 +69,19 @@ class Observer:
             self._failed(failure)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        local = self._local
-        task = hooks.graph_task()
-        if task != local.task:
-            local.turn(task)
-        stack = local.stack
-        entry = self._entries.get(id(module))
+        running, again = self.calls.running()
+        entry = self.calls.known(module, running)
         if entry is None:
-            if not stack:
-                return
-            entry = self._newcomer(module)
-            if entry is None:
-                return
-        again = task != -1  # a checkpoint's recomputation: the values were judged the first time
-        outermost = not stack and not again
+            return
+        outermost = not running and not again  # a checkpoint's recomputation was judged the first time
         if outermost:
+            self.roots += 1
             self.judge.outermost()
             if len(self._known) > self._known_limit:
                 self._prune()
         if not self.on:
             return
-        parent = stack[-1][0] if stack else None
-        path = entry.aliases[0] if len(entry.aliases) == 1 else common(parent.path if parent else "", entry.aliases)
-        nth = self._counts.get(path, 0) + (not again)
-        self._counts[path] = nth
-        call = Call(path, entry.type_name, max(nth, 1), parent, id(module))
-        call.steady, call.builtin = entry.steady, entry.builtin
-        if self._sites:
-            call.site = frames.user_site()
-        recs: list[Rec] = []
-        stack.append((call, recs))
-        self.last_call[path] = call
+        call, recs = self.calls.begin(module, entry, running, again)
         bad = False
         for name, tensor in _arguments(args, deep=outermost):
             bad |= self._take(tensor, name, call, recs, again)
@@ -196,24 +109,14 @@ class Observer:
         return rec.bad
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        local = self._local
-        if hooks.graph_task() != local.task:
-            local.turn(hooks.graph_task())
-        stack = local.stack
-        at = len(stack) - 1
-        while at >= 0 and stack[at][0].module_id != id(module):
-            at -= 1
-        if at < 0:
+        running, again = self.calls.running()
+        ended = self.calls.end(module, running)
+        if ended is None or out is hooks.RAISED or not self.on:
             return
-        call, taken = stack[at]
-        del stack[at:]
-        if out is hooks.RAISED or not self.on:
-            return
-        entry = self._entries.get(call.module_id)
-        if entry is not None and isinstance(kwargs, dict) and kwargs:
-            entry.kwargs = True
-        again = local.task != -1
-        outermost = not stack and not again
+        call, taken = ended
+        if isinstance(kwargs, dict) and kwargs:
+            self.calls.met_kwargs(call)
+        outermost = not running and not again
         recs: list[Rec] = []
         bad = False
         for name, tensor in probe.leaves(out):
@@ -350,26 +253,17 @@ class Observer:
     # --- steps ------------------------------------------------------------------------------------
 
     def new_step(self) -> None:
-        self._counts.clear()
+        self.calls.new_step()
         self._known.clear()
         self.param_takers.clear()
-        self.last_call.clear()
         self.dtypes.clear()
         self.slots.forget()
         if self.attachment is not None:
             self.attachment.drop_leaves()
 
-    def interrupted(self) -> None:
-        """The user's program left by an exception: what was running is not running any more."""
-        self._local.stack.clear()
-
     def _prune(self) -> None:
         self._known = {k: v for k, v in self._known.items() if v[0]() is not None}
         self._known_limit = max(4096, 2 * len(self._known))
-
-
-def _all_modules(names: Names) -> Iterator[nn.Module]:
-    return iter(names.model.modules())
 
 
 def _arguments(args: tuple[Any, ...], *, deep: bool) -> Iterator[tuple[Any, torch.Tensor]]:

@@ -120,7 +120,8 @@ class Scene:
 
     def _name(self, origin: Origin, rec: Rec, module: nn.Module | None) -> str:
         if origin.phase == "input":
-            return _input_name(rec.name, module)
+            taker = rec.takers[0].path if rec.takers else ""
+            return _input_name(rec.name, self.observer.names.by_path.get(taker, module))
         if origin.phase in ("state", "optimizer", "backward") or not isinstance(rec.name, tuple):
             return origin.tensor
         before = origin.facts.get("before")
@@ -155,7 +156,7 @@ class Scene:
         if call is not None:
             for running, args, kwargs in frames.running():
                 if id(running) == call.module_id:
-                    given = list(_inputs(args, kwargs, running))
+                    given = list(_inputs(args, kwargs, self.observer.names.by_path.get(call.path, running)))
                     break
         for label, one in given[:_ROWS]:
             if one is not tensor and (one.is_floating_point() or one.is_complex()):

@@ -51,7 +51,7 @@ class State:
             if buffer and "nan" not in kinds:
                 continue
             owner = name.rpartition(".")[0]
-            child = self._judge.observer.last_call.get(owner)
+            child = self._judge.observer.calls.last.get(owner)
             if owner == call.path or child is None or not child.inside(call):
                 return name, owner, kinds, "buffer" if buffer else "parameter"
         return None
@@ -100,10 +100,10 @@ class State:
         if call is not None:  # a buffer that this forward has poisoned
             origin = settle(kinds, judge.origins)
             if origin is None:
-                maker = judge.observer.last_call.get(owner) or call
+                maker = judge.observer.calls.last.get(owner) or call
                 origin = judge.born(Origin("forward", maker, kinds, name, owner=owner), rec, tensor, None, None)
             judge.confirm(origin)
-        elif judge.stepped_back or self.optimizer_ran:  # an update written by hand
+        elif (judge.stepped_back or self.optimizer_ran) and not judge.faulted():  # an update written by hand
             origin = Origin("optimizer", None, kinds, name, owner=owner)
             judge.confirm(judge.born(origin, rec, tensor, None, None))
 
@@ -175,7 +175,7 @@ class State:
         if pending:  # the scaler let the step through, so those gradients did it
             judge.confirm(pending[0])
             return
-        if any(o.settled and "handled" not in o.facts for o in judge.origins):
+        if judge.faulted():
             return  # the consequence of a fault that was reported
         origin = Origin("optimizer", None, kinds, label, owner=name.rpartition(".")[0])
         origin.facts["rates"] = rates

@@ -133,12 +133,19 @@ class Watch:
             return
         self._closed = True
         self._observer.on = False
-        self._observer.interrupted()
+        self._observer.calls.interrupted()
         self._attachment.remove()
         if self in _active:
             _active.remove(self)
         if self._stance is not None:
             self._stance.__exit__(None, None, None)
+        if self._unseen():
+            warnings.warn(
+                "nanhunt saw a backward or an optimizer step, but no call of the model it watches: is the step "
+                'compiled as a whole, or another model trained? For a compiled step use nanhunt.watch(model, compiled="eager").',
+                NonFiniteWarning,
+                stacklevel=2,
+            )
         if self.errors:
             first = self.errors[0]
             warnings.warn(
@@ -147,6 +154,10 @@ class Watch:
                 NonFiniteWarning,
                 stacklevel=2,
             )
+
+    def _unseen(self) -> bool:
+        """True when the model was trained and yet none of its calls passed a hook."""
+        return self._observer.roots == 0 and (self.step > 0 or self._judge.stepped_back)
 
     def _died(self, error: BaseException) -> None:
         """The program left by an exception: if a bad value was on its way, the exception should say so."""

@@ -1,0 +1,144 @@
+"""The running calls of each thread, and what is known of a module before it is called."""
+
+from __future__ import annotations
+
+import threading
+
+from torch import nn
+
+from . import frames, hooks
+from .naming import Names, type_name
+from .verdict import Call, Rec, common
+
+# Linear maps and piecewise linear ones: from finite gradients their derivative can overflow, not be undefined.
+_STEADY = (
+    "Linear Bilinear Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d Embedding EmbeddingBag "
+    "Identity Dropout Dropout1d Dropout2d Dropout3d ReLU ReLU6 LeakyReLU Flatten Unflatten Upsample PixelShuffle "
+    "AvgPool1d AvgPool2d AvgPool3d MaxPool1d MaxPool2d MaxPool3d AdaptiveAvgPool1d AdaptiveAvgPool2d"
+).split()
+
+Running = list[tuple[Call, list[Rec]]]  # innermost last, each with the records of what it was given
+
+
+class Entry:
+    """A module of the tree as it was read."""
+
+    __slots__ = ("aliases", "builtin", "kwargs", "steady", "type_name")
+
+    def __init__(self, module: nn.Module, aliases: list[str]) -> None:
+        self.aliases = aliases
+        self.type_name = type_name(module)
+        self.builtin = type(module).__module__.startswith("torch.nn.modules.")
+        self.steady = self.builtin and self.type_name in _STEADY
+        self.kwargs = True  # until a call without keyword arguments has been seen
+
+
+class _Thread(threading.local):
+    """The running calls of one thread: in forward, and apart for each backward that recomputes."""
+
+    def __init__(self) -> None:
+        self.task = -1
+        self.running: Running = []
+        self.others: dict[int, Running] = {}
+
+    def turn(self, task: int) -> None:
+        self.others[self.task] = self.running
+        if task == -1:  # every backward of this thread is over
+            self.others = {-1: self.others.get(-1, [])}
+        self.task, self.running = task, self.others.get(task, [])
+
+
+class Calls:
+    """Keeps the stack of running module calls, per thread, without trusting that every call ends.
+
+    A checkpoint that stops its recomputation early, and an exception, leave calls that never return: the
+    end of an outer call drops what still lies on it, and each backward has a stack of its own.
+    """
+
+    def __init__(self, names: Names, *, sites: bool) -> None:
+        self._names, self._sites = names, sites
+        self._local = _Thread()
+        self._counts: dict[str, int] = {}
+        self._entries: dict[int, Entry] = {}
+        self._patience, self._waited = 1, 0
+        self.last: dict[str, Call] = {}  # path -> its last call of this step
+        self._learn()
+
+    def _learn(self) -> None:
+        known = self._entries
+        self._entries = {}
+        for module in self._names.model.modules():
+            key = id(module)
+            entry = Entry(module, self._names.modules[key])
+            if key in known:
+                entry.kwargs = known[key].kwargs
+            self._entries[key] = entry
+
+    def _newcomer(self, module: nn.Module) -> Entry | None:
+        """A module that is not in the tree as it was read: added since, or made on the fly in a forward."""
+        self._waited += 1
+        if self._waited < self._patience:
+            return None
+        self._waited = 0
+        if self._names.refresh():
+            self._learn()
+            self._patience = 1
+        else:  # made anew in every forward: do not read the tree each time
+            self._patience = min(self._patience * 2, 4096)
+        return self._entries.get(id(module))
+
+    def running(self) -> tuple[Running, bool]:
+        """The calls that run in this thread, and whether they only recompute (inside a backward)."""
+        local = self._local
+        task = hooks.graph_task()
+        if task != local.task:
+            local.turn(task)
+        return local.running, task != -1
+
+    def known(self, module: nn.Module, running: Running) -> Entry | None:
+        """The entry of a module; None for one that is not part of the model."""
+        entry = self._entries.get(id(module))
+        return self._newcomer(module) if entry is None and running else entry
+
+    def begin(self, module: nn.Module, entry: Entry, running: Running, again: bool) -> tuple[Call, list[Rec]]:
+        parent = running[-1][0] if running else None
+        path = entry.aliases[0]
+        if len(entry.aliases) > 1:
+            path = common(parent.path if parent else "", entry.aliases)
+        nth = self._counts.get(path, 0) + (not again)
+        self._counts[path] = nth
+        call = Call(path, entry.type_name, max(nth, 1), parent, id(module))
+        call.steady, call.builtin = entry.steady, entry.builtin
+        if self._sites:
+            call.site = frames.user_site()
+        taken: list[Rec] = []
+        running.append((call, taken))
+        self.last[path] = call
+        return call, taken
+
+    def end(self, module: nn.Module, running: Running) -> tuple[Call, list[Rec]] | None:
+        """Take the call of a module off, with all that still lies on it; None when it did not begin here."""
+        for at in range(len(running) - 1, -1, -1):
+            if running[at][0].module_id == id(module):
+                found = running[at]
+                del running[at:]
+                return found
+        return None
+
+    def met_kwargs(self, call: Call) -> None:
+        entry = self._entries.get(call.module_id)
+        if entry is not None:
+            entry.kwargs = True
+
+    def current(self) -> Call | None:
+        """The innermost running call of this thread, None outside the model."""
+        running, _ = self.running()
+        return running[-1][0] if running else None
+
+    def new_step(self) -> None:
+        self._counts.clear()
+        self.last.clear()
+
+    def interrupted(self) -> None:
+        """The program left by an exception: what was running is not running any more."""
+        self._local.running.clear()
