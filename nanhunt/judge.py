@@ -17,6 +17,7 @@ from .verdict import Call, Origin, Rec, blame, settle
 
 if TYPE_CHECKING:
     from .observer import Observer
+    from .oplevel import OpLevel
     from .scene import Scene
 
 
@@ -40,6 +41,7 @@ class Judge:
         self.names = names
         self.observer: Observer
         self.scene: Scene
+        self.ops: OpLevel | None = None
         self.state, self.scaling = State(names, self), Scaling(self)
         self.alert = False
         self.stepped_back = False  # a backward has run in this step
@@ -100,8 +102,11 @@ class Judge:
         if outermost:
             self.state.look_at_buffers(call)
             for rec in recs:
-                if rec.origin is not None and (rec.lo != rec.lo or not rec.origin.literal):
-                    self.confirm(rec.origin)
+                if rec.bad and rec.origin is not None:
+                    tensor = self.scene.find(rec, hand)
+                    self._explain(rec.origin, tensor)
+                    if rec.lo != rec.lo or not rec.origin.literal:
+                        self.confirm(rec.origin, tensor)
 
     def _handed(self, rec: Rec, kinds: tuple[str, ...], tensor: Any, module: Any) -> Origin:
         """A bad tensor given to the outermost call: a batch, or what code around the model has made."""
@@ -174,7 +179,7 @@ class Judge:
             return
         if rec.origin is None:
             rec.origin = settle(kinds, self.outside) or self._made(None, rec, kinds, tensor)
-        self.confirm(rec.origin)
+        self.confirm(rec.origin, tensor)
 
     def gradient(self, rec: Rec, reading: Rec, module: Any, grad: Any) -> None:
         rec.came_back(reading)
@@ -185,7 +190,7 @@ class Judge:
             kinds = self.kinds(reading, grad)
             self._first = self._in_backward(blame(rec, kinds), rec, kinds, reading, grad, "grad_input")
         if rec.leaf:
-            self._harmful(self._first)
+            self._harmful(self._first, grad)
 
     def parameter(self, name: str, key: int, reading: Rec, module: Any, grad: Any) -> None:
         if not reading.bad:
@@ -201,7 +206,7 @@ class Judge:
                 call = None  # of a linear map only the derivative of its own gradient can be undefined
             self._first = self._in_backward(call, None, kinds, reading, grad, f"grad of {name}")
         self.bad_grads.add(key)
-        self._harmful(self._first)
+        self._harmful(self._first, grad)
 
     def _user_of(self, key: int, name: str) -> Call | None:
         """The call that used a parameter: it was handed it, or owns it, or holds the module that owns it."""
@@ -232,10 +237,17 @@ class Judge:
         origin = Origin("backward", call, kinds, tensor)
         return self.born(origin, rec, grad, None, reading)
 
-    def _harmful(self, origin: Origin) -> None:
+    def _harmful(self, origin: Origin, tensor: Any) -> None:
         """A gradient that somebody will use is bad. A scaler, where there is one, may yet skip the step."""
+        self._explain(origin, tensor)
         if not origin.settled and not self.scaling.holds(origin):
-            self.confirm(origin)
+            self.confirm(origin, tensor)
+
+    def read_by_host(self, tensor: torch.Tensor, phase: str, kinds: tuple[str, ...], fields: dict[str, Any]) -> None:
+        """The program looks at a bad number, and may go another way because of it."""
+        origin = Origin(phase, None, kinds, str(fields.get("tensor")))
+        origin.facts["op_level"] = fields
+        self._harmful(self.born(origin, None, None, None, None), tensor)
 
     def backward_ends(self, given: tuple[Any, ...], grads: Any) -> None:
         self._depth = max(0, self._depth - 1)
@@ -265,7 +277,7 @@ class Judge:
             name = f"grad of {owners[0][0]}" if owners else "grad_input"
             call = self._user_of(key, owners[0][0]) if owners else None
             self._first = self._in_backward(call, None, self.kinds(reading, grad), reading, grad, name)
-        self._harmful(self._first)
+        self._harmful(self._first, grad)
 
     # --- the end of a step ------------------------------------------------------------------------
 
@@ -297,9 +309,20 @@ class Judge:
         loose = [o for o in self.origins if not o.settled and not o.literal]
         return loose[0] if loose else None
 
-    def confirm(self, origin: Origin) -> None:
+    def _explain(self, origin: Origin, tensor: Any) -> None:
+        """Ask the op level, where there is one, for the birth behind the bad tensor that was noticed."""
+        if self.ops is None or not isinstance(tensor, torch.Tensor) or "op_level" in origin.facts:
+            return
+        fields = self.ops.fields(tensor)
+        if fields is not None:
+            origin.facts["op_level"] = fields
+            origin.literal = fields["literal"]
+
+    def confirm(self, origin: Origin, tensor: Any = None) -> None:
+        """Report a fault, once."""
         if origin.settled:
             return
+        self._explain(origin, tensor)
         origin.settled = True
         self._hit(origin)
 

@@ -29,7 +29,16 @@ TRAIL = 21  # calls that a report shows before the fault
 class Observer:
     """Turns what the hooks see into `Call`s and `Rec`s. Its methods return None and never raise by accident."""
 
-    def __init__(self, names: Names, judge: Judge, *, sites: bool, defer: bool, failed: Callable[[Exception], None]):
+    def __init__(
+        self,
+        names: Names,
+        judge: Judge,
+        *,
+        sites: bool,
+        defer: bool,
+        at_once: bool,
+        failed: Callable[[Exception], None],
+    ) -> None:
         self.on = False
         self.names, self.judge, self.slots = names, judge, Slots()
         self.attachment: hooks.Attachment | None = None
@@ -40,7 +49,7 @@ class Observer:
         self.param_takers: dict[int, list[Call]] = {}
         self.blind: set[str] = set()
         self.dtypes: set[torch.dtype] = set()  # met in this step
-        self._defer, self._failed = defer, failed
+        self._defer, self._failed, self._at_once = defer, failed, at_once
         self._lock = threading.Lock()
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, Rec]] = {}
         self._known_limit = 4096
@@ -169,7 +178,7 @@ class Observer:
 
     def measure(self, numbers: torch.Tensor, rec: Rec) -> bool:
         """Take the range of a payload: at once, or (True) into a slot that is read later."""
-        if self._defer or numbers.device.type != "cpu":
+        if self._defer or (numbers.device.type != "cpu" and not self._at_once):
 
             def take(lo: float, hi: float) -> None:
                 rec.lo, rec.hi = lo, hi
@@ -183,7 +192,7 @@ class Observer:
     def fine(self, numbers: torch.Tensor) -> bool:
         """True when a payload was looked at, is finite, and nothing that happened before waits to be judged."""
         if self._defer or self.judge.alert or self.slots.waiting or numbers.device.type != "cpu":
-            return False
+            return False  # on an accelerator a look is never for free
         self.seen += 1
         return not probe.bad(*probe.limits(numbers))
 

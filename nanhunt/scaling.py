@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _GAIN = 4096.0  # more than a healthy module multiplies a gradient by
 _FLOAT16_MAX = 65504.0
+_OF_SIZE = ("overflow", "loss_scale", "unknown")  # causes that a smaller scale may take away
 
 
 class Scaling:
@@ -67,6 +68,9 @@ class Scaling:
         other is a gain: no healthy module turns a gradient of 16 into one beyond 65 504. A parameter's gradient
         sums over the whole batch, so there only the scale itself can tell, once it has fallen to 1.
         """
+        known = origin.facts.get("op_level")
+        if known is not None:
+            return known["phase"] == "backward" and known["cause"] in _OF_SIZE
         if origin.facts.get("scaled") or origin.tensor.startswith("grad of"):
             return True
         incoming = origin.call.grad if origin.call is not None else float(self.scaler.get_scale())

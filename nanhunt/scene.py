@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import inspect
 from collections.abc import Iterator
@@ -55,6 +56,11 @@ class Scene:
                 step = max(1, flat.numel() // _SAMPLE)
                 picked.append((name, str(tuple(tensor.shape)), flat[::step][:_SAMPLE].clone()))
         self._batch = picked
+        if self.judge.ops is not None:
+            scaler = self.judge.scaling.scaler
+            scale = float(scaler.get_scale()) if scaler is not None else None
+            model = self.observer.names.by_path.get(recs[0].takers[0].path) if recs and recs[0].takers else None
+            self.judge.ops.begin(_inputs(args, kwargs, model), scale)
 
     def batch_hash(self) -> str | None:
         """A short hash of the batch: shapes and up to 64 numbers of each tensor, by name."""
@@ -185,6 +191,23 @@ class Scene:
     # --- the record -------------------------------------------------------------------------------
 
     def finding(self, origin: Origin) -> Finding:
+        """The record of an origin: what the op level knows of it, else what the modules' ranges tell."""
+        known = origin.facts.get("op_level")
+        coarse_one = self._coarse(origin)
+        if known is None:
+            return coarse_one
+        context = {
+            **coarse_one.context,
+            "path": known["path"] or None,
+            "ledger": known["ledger"],
+            **known.get("notes", {}),
+        }
+        names = ("phase module module_type call op line source kind tensor cause why advice tensors").split()
+        fields = {name: known[name] for name in names}
+        fields["tensors"] = fields["tensors"] or coarse_one.tensors
+        return dataclasses.replace(coarse_one, **fields, context=context)
+
+    def _coarse(self, origin: Origin) -> Finding:
         facts, call = origin.facts, origin.call
         stats: tuple[TensorStats, ...] = facts.get("tensors") or ()
         dtype = facts.get("dtype")

@@ -102,10 +102,10 @@ class State:
             if origin is None:
                 maker = judge.observer.calls.last.get(owner) or call
                 origin = judge.born(Origin("forward", maker, kinds, name, owner=owner), rec, tensor, None, None)
-            judge.confirm(origin)
+            judge.confirm(origin, tensor)
         elif (judge.stepped_back or self.optimizer_ran) and not judge.faulted():  # an update written by hand
             origin = Origin("optimizer", None, kinds, name, owner=owner)
-            judge.confirm(judge.born(origin, rec, tensor, None, None))
+            judge.confirm(judge.born(origin, rec, tensor, None, None), tensor)
 
     # --- the optimizer's step ---------------------------------------------------------------------
 
@@ -173,14 +173,14 @@ class State:
             return
         pending = judge.scaling.pending
         if pending:  # the scaler let the step through, so those gradients did it
-            judge.confirm(pending[0])
+            judge.confirm(pending[0], tensor)
             return
         if judge.faulted():
             return  # the consequence of a fault that was reported
         origin = Origin("optimizer", None, kinds, label, owner=name.rpartition(".")[0])
         origin.facts["rates"] = rates
         origin.facts["parameter"] = p if tensor is not None else None
-        judge.confirm(judge.born(origin, rec, tensor, None, None))
+        judge.confirm(judge.born(origin, rec, tensor, None, None), tensor)
 
 
 def _version(tensor: torch.Tensor) -> int:

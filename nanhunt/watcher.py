@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,6 +21,9 @@ from .naming import Names
 from .observer import Observer
 from .scene import Scene
 from .verdict import Origin
+
+if TYPE_CHECKING:
+    from .oplevel import OpLevel
 
 OnHit = str | Callable[[Finding], object]
 
@@ -75,13 +78,29 @@ class Watch:
             names,
             self._judge,
             sites=options["detail"] != "module",
-            defer=options["defer"],
+            defer=options["defer"] and options["detail"] != "op",
+            at_once=options["detail"] == "op",
             failed=self._failed,
         )
         self._scene = Scene(self._observer, self._judge, detail=options["detail"], rank=_rank())
         self._scene.optimizer = self._optimizer
         self._judge.observer, self._judge.scene = self._observer, self._scene
+        self._ops: OpLevel | None = None
+        if options["detail"] == "op":
+            self._trace(names)
         self._attach()
+
+    def _trace(self, names: Names) -> None:
+        """Run a tracer beside the hooks; nothing that the watch itself does with tensors is traced."""
+        from .oplevel import OpLevel
+
+        ops = OpLevel(names, self._observer.calls.current, self._host_read)
+        observer = self._observer
+        for name in ("on_pre", "on_post", "on_gradient", "on_parameter"):
+            setattr(observer, name, ops.hidden(getattr(observer, name)))
+        for name in ("_guarded", "_host_read", "_turn"):
+            setattr(self, name, ops.hidden(getattr(self, name)))
+        self._ops = self._judge.ops = ops
 
     @property
     def seen(self) -> int:
@@ -95,6 +114,8 @@ class Watch:
         self._observer.attachment = attachment
         _active.append(self)
         self._select()
+        if self._ops is not None:
+            self._ops.enter()
         attachment.parameters(self._named(), self._parameter_hook)
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -134,6 +155,9 @@ class Watch:
         self._closed = True
         self._observer.on = False
         self._observer.calls.interrupted()
+        if self._ops is not None:
+            self._ops.leave()
+            self.errors += [RuntimeError(text) for text in self._ops.tracer.failures]
         self._attachment.remove()
         if self in _active:
             _active.remove(self)
@@ -142,7 +166,8 @@ class Watch:
         if self._unseen():
             warnings.warn(
                 "nanhunt saw a backward or an optimizer step, but no call of the model it watches: is the step "
-                'compiled as a whole, or another model trained? For a compiled step use nanhunt.watch(model, compiled="eager").',
+                "compiled as a whole, or another model trained? For a compiled step use "
+                'nanhunt.watch(model, compiled="eager").',
                 NonFiniteWarning,
                 stacklevel=2,
             )
@@ -199,6 +224,18 @@ class Watch:
         if wanted is None or wanted is scaler:
             self._guarded(self._judge.scaling.event, scaler, what, before, after)
 
+    def _host_read(self, tensor: torch.Tensor, birth: Any) -> None:
+        if self._closed or not self._observer.on or self._ops is None:
+            return
+        try:
+            fields = self._ops.fields(tensor, birth)
+            if fields is not None:
+                self._judge.read_by_host(tensor, birth.phase, birth.kinds, fields)
+        except NonFiniteError:
+            raise
+        except Exception as failure:
+            self._failed(failure)
+
     def _guarded(self, event: Callable[..., None], *args: Any) -> None:
         if self._closed or hooks.skip_here():
             return
@@ -235,6 +272,8 @@ class Watch:
         self._observer.drain()
         self._judge.end_step()
         self._observer.new_step()
+        if self._ops is not None:
+            self._ops.tracer.end_step()
         self.step += 1
         self._scene.step = self.step
         self._select()

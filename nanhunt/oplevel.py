@@ -1,0 +1,78 @@
+"""The op level of a watch: the tracer, which must not see the watch's own looks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from .births import Birth
+from .naming import Names
+from .tracer import Tracer
+from .verdict import Call
+
+
+class _Tracer(Tracer):
+    """A tracer that can be told to look away."""
+
+    paused = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.paused:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class OpLevel:
+    """Runs a `Tracer` beside the hooks and answers for a bad tensor where it was born."""
+
+    def __init__(
+        self,
+        names: Names,
+        current_call: Callable[[], Call | None],
+        on_host_read: Callable[[torch.Tensor, Birth], None],
+    ) -> None:
+        self.tracer = _Tracer(names=names, current_call=current_call, on_host_read=on_host_read)
+        self._entered = False
+
+    def hidden(self, event: Callable[..., Any]) -> Callable[..., Any]:
+        """The same event; what it does with tensors is not traced."""
+        tracer = self.tracer
+
+        @functools.wraps(event)
+        def quiet(*args: Any) -> Any:
+            tracer.paused += 1
+            try:
+                return event(*args)
+            finally:
+                tracer.paused -= 1
+
+        return quiet
+
+    def enter(self) -> None:
+        self.tracer.__enter__()
+        self._entered = True
+
+    def leave(self) -> None:
+        if self._entered:
+            self._entered = False
+            self.tracer.__exit__(None, None, None)
+
+    def begin(self, inputs: Iterable[tuple[str, torch.Tensor]], loss_scale: float | None) -> None:
+        """The model is called from outside: these are its inputs."""
+        self.tracer.loss_scale = loss_scale
+        for name, tensor in inputs:
+            self.tracer.note_input(tensor, name)
+
+    def fields(self, tensor: torch.Tensor, birth: Birth | None = None) -> dict[str, Any] | None:
+        """The fields of a `Finding` for the birth behind a bad tensor; None when the tracer does not know it."""
+        birth = birth or self.tracer.birth_of(tensor)
+        if birth is None:
+            return None
+        known = self.tracer.explain(birth)
+        known["literal"] = birth.literal
+        known["path"] = self.tracer.path(birth, tensor)
+        known["ledger"] = dict(self.tracer.counts)
+        return known
