@@ -22,6 +22,7 @@ from .verdict import Call, Rec
 
 if TYPE_CHECKING:
     from .judge import Judge
+    from .rerun import Shadow
 
 TRAIL = 21  # calls that a report shows before the fault
 
@@ -48,6 +49,7 @@ class Observer:
         self.trail: deque[tuple[Call, list[Rec], list[Rec]]] = deque(maxlen=TRAIL)
         self.param_takers: dict[int, list[Call]] = {}
         self.blind: set[str] = set()
+        self.shadow: Shadow | None = None  # while a module is run again: its calls are not the program's
         self.dtypes: set[torch.dtype] = set()  # met in this step
         self._defer, self._failed, self._at_once = defer, failed, at_once
         self._lock = threading.Lock()
@@ -57,6 +59,9 @@ class Observer:
     # --- module calls -----------------------------------------------------------------------------
 
     def on_pre(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if self.shadow is not None:
+            self.shadow.on_pre(module, args, frames.call_kwargs())
+            return
         if hooks.skip_here():
             self.blind.add("inside torch.func transforms or while a graph is traced nothing is looked at")
             return
@@ -68,6 +73,9 @@ class Observer:
             self._failed(failure)
 
     def on_post(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        if self.shadow is not None:
+            self.shadow.on_post(module)
+            return
         if hooks.skip_here():
             return
         try:
@@ -197,7 +205,7 @@ class Observer:
         return not probe.bad(*probe.limits(numbers))
 
     def on_gradient(self, rec: Rec, grad: torch.Tensor) -> None:
-        if not self.on or hooks.skip_here():
+        if not self.on or self.shadow is not None or hooks.skip_here():
             return
         try:
             # Its own reading: the same tensor gets a gradient in each backward over the graph.

@@ -101,8 +101,35 @@ class Scene:
         if self._absorbed.get(self._signature(origin), 0) >= _OFTEN:
             facts["tensors"] = _light(origin, rec)
             return
+        if (
+            self.detail == "auto"
+            and hand is not None
+            and origin.call is not None
+            and origin.phase in ("forward", "state")
+        ):
+            self._run_again(origin, module, hand)
         with torch.no_grad():
             facts["tensors"] = tuple(self._describe(origin, rec, tensor, module, hand)) or _light(origin, rec)
+
+    def _run_again(self, origin: Origin, module: nn.Module | None, hand: Any) -> None:
+        """Explain a birth on the spot: the culprit's own code once more, under the tracer."""
+        from .rerun import Shadow, possible, rerun  # loads the op level, which a healthy run never needs
+
+        call = origin.call
+        if call is None or origin.literal:
+            return
+        ran = next((one for one in frames.running() if id(one[0]) == call.module_id), None)
+        if ran is None or not possible(ran[0]):
+            return
+        shadow = Shadow(self.observer.names, origin.facts.get("before"))
+        self.observer.shadow = shadow
+        try:
+            known = rerun(shadow, ran[0], call, ran[1], ran[2])
+        finally:
+            self.observer.shadow = None
+        if known is not None and known["kind"] is not None:
+            origin.facts["op_level"] = known
+            origin.literal = known["literal"]
 
     def absorbed(self, origin: Origin) -> bool:
         """Count an origin that was no fault; True the first time for its kind and place."""

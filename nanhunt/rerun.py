@@ -1,0 +1,115 @@
+"""The culprit once more, on its own inputs, with every op watched: what can be had without the user's step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from .calls import Calls
+from .leaves import leaves
+from .naming import Names
+from .replay import Snapshot
+from .tracer import Tracer
+from .verdict import Call
+
+
+class _Reached(BaseException):
+    """The re-run has come to the child that was handed the bad value: no need to go on."""
+
+
+class Shadow:
+    """Keeps the module stack of a re-run, and stops it where the first run had stopped."""
+
+    def __init__(self, names: Names, before: Call | None) -> None:
+        self.calls = Calls(names, sites=False)
+        self.tracer = Tracer(names=names, current_call=self.calls.current)
+        self.fields: dict[str, Any] | None = None
+        self._before = before
+
+    def on_pre(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._before is not None and id(module) == self._before.module_id:
+            self.look((args, kwargs))
+            if self.fields is not None:
+                raise _Reached
+        running, again = self.calls.running()
+        entry = self.calls.known(module, running)
+        if entry is not None:
+            self.calls.begin(module, entry, running, again)
+
+    def on_post(self, module: nn.Module) -> None:
+        running, _ = self.calls.running()
+        self.calls.end(module, running)
+
+    def look(self, values: Any) -> None:
+        """Ask for the birth behind the first bad tensor among `values`."""
+        for _, tensor in leaves(values):
+            birth = self.tracer.birth_of(tensor)
+            if birth is not None:
+                self.fields = self.tracer.explain(birth)
+                self.fields["literal"] = birth.literal
+                self.fields["path"] = self.tracer.path(birth, tensor)
+                self.fields["ledger"] = dict(self.tracer.counts)
+                return
+
+
+def possible(module: nn.Module) -> bool:
+    """True when running a module again can leave no trace: no process group, no hooks of the user inside."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return False
+    if isinstance(module, torch.jit.ScriptModule):
+        return False
+    return not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+
+
+def rerun(shadow: Shadow, module: nn.Module, call: Call, args: Any, kwargs: Any) -> dict[str, Any] | None:
+    """The op-level fields of what `module` makes of its own inputs; None when it makes nothing bad this time.
+
+    Everything is put back: random state, buffers, flags, plain attributes. The inputs are copies, so that a
+    module which works in place cannot touch what the user's graph has saved.
+    """
+    snapshot = Snapshot(module)
+    random_before = torch.get_rng_state()
+    drawn = False
+    names = _argument_names(module, args, kwargs)
+    args, kwargs = pytree.tree_map_only(torch.Tensor, _copy, (args, kwargs))
+    running, again = shadow.calls.running()
+    entry = shadow.calls.known(module, running)
+    try:
+        if entry is not None:
+            shadow.calls.begin(module, entry, running, again)
+        with shadow.tracer:
+            for name, (_, tensor) in zip(names, leaves((args, kwargs))):
+                shadow.tracer.note_input(tensor, name)
+            out = module.forward(*args, **kwargs)
+        shadow.look(out)
+    except _Reached:
+        pass
+    except Exception:
+        return None
+    finally:
+        drawn = not torch.equal(random_before, torch.get_rng_state())
+        snapshot.restore()
+    fields = shadow.fields
+    if fields is None:
+        return None
+    if fields["module"] == call.path:
+        fields["call"] = call.nth
+    if drawn:
+        fields["notes"] = {"rerun": "the module drew random numbers: the run that explains it used other draws"}
+    return fields
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, nn.Parameter):
+        return tensor
+    copy = tensor.detach()
+    if tensor.requires_grad:
+        copy = copy.requires_grad_()  # and a clone of that is no leaf: an in-place op is allowed on it
+    return copy.clone()
+
+
+def _argument_names(module: nn.Module, args: Any, kwargs: Any) -> list[str]:
+    return [path for path, _ in leaves((args, kwargs))]
