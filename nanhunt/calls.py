@@ -62,6 +62,8 @@ class Calls:
         self._entries: dict[int, Entry] = {}
         self._patience, self._waited = 1, 0
         self.last: dict[str, Call] = {}  # path -> its last call of this step
+        self.ran = False  # in this step, watched or not
+        self.threads: set[int] = set()  # those inside the model
         self._learn()
 
     def _learn(self) -> None:
@@ -112,6 +114,8 @@ class Calls:
         if self._sites:
             call.site = frames.user_site()
         taken: list[Rec] = []
+        if not running:
+            self.threads.add(threading.get_ident())
         running.append((call, taken))
         self.last[path] = call
         return call, taken
@@ -122,6 +126,8 @@ class Calls:
             if running[at][0].module_id == id(module):
                 found = running[at]
                 del running[at:]
+                if not running:
+                    self.threads.discard(threading.get_ident())
                 return found
         return None
 
@@ -138,6 +144,7 @@ class Calls:
     def new_step(self) -> None:
         self._counts.clear()
         self.last.clear()
+        self.ran = False
 
     def interrupted(self) -> None:
         """The program left by an exception: what was running is not running any more."""

@@ -58,9 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return USAGE
     if not given[0].startswith("-") and given[0] not in commands:
-        parser.error(
-            f"there is no command {given[0]!r}: use {' or '.join(commands)} (python -m nanhunt --help)"
-        )
+        parser.error(f"there is no command {given[0]!r}: use {' or '.join(commands)} (python -m nanhunt --help)")
     options = parser.parse_args(given)
     try:
         return commands[options.command](options)

@@ -23,15 +23,15 @@ _WARNING = 4  # bits of headroom that a cautious reader of the table would stop 
 FIRST_RATE, GROWTH = 1e-3, 1.06  # a learning-rate sweep: each step 6 % up, until something gives
 
 _OPENING = f"""\
-A character model ({BLOCKS} transformer blocks, width {WIDTH}) learns Python's own help texts on the CPU, in {{dtype}}
-with AdamW{{scaling}}. Its learning rate goes up by {GROWTH - 1:.0%} a step, as in a search for the highest
-usable one. nanhunt.watch runs along; nothing is planted.
+A character model ({BLOCKS} transformer blocks, width {WIDTH}) learns Python's own help texts on the CPU,
+in {{dtype}}, with AdamW{{scaling}}. Its learning rate goes up by {GROWTH - 1:.0%} a step, as in a
+search for the highest usable one. nanhunt.watch runs along; nothing is planted.
 """
 
 _FOUND = """\
 How to read it
-  One step before, the loss was still a number ({loss:.2f}). The headroom had told it {early} steps before: from
-  step {warned} on, less than {bits} of the {all_bits} bits of float16 were left.
+  One step before, the loss was still a number ({loss:.2f}). The headroom had told it {early} steps
+  before: from step {warned} on, less than {bits} of the {all_bits} bits of float16 were left.
   The loss was lowest around step {best}, at a learning rate of {rate:.2g}: beyond it training only grew.
 
 What to do next
@@ -49,8 +49,8 @@ The largest activation was {peak}, and {dtype} holds up to {limit}{float16}.
 """
 
 _DIVERGED = """\
-Yet the loss went from {low:.2f} (around step {best}, learning rate {rate:.2g}) to {last:.1f}. So the learning rate
-is at fault, and the format only decides how soon it shows as an Inf."""
+Yet the loss went from {low:.2f} (around step {best}, learning rate {rate:.2g}) to {last:.1f}. So the
+learning rate is at fault, and the format only decides how soon it shows as an Inf."""
 
 _YOURS = """\
 In your own loop (optimizer and scaler may be left out):

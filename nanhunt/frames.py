@@ -12,12 +12,15 @@ import torch
 from torch.nn.modules import module as _nn_module
 
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_DEMO = _OURS + "demo.py"
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 # The frame inside Module.__call__ that holds `args` and `kwargs` (torch 2.1 and later).
 _CALL_FRAME, _CALL_FILE = "inner", _nn_module.__file__
 
 
 def _foreign(filename: str) -> bool:
+    if filename == _DEMO:  # the demo stands for a user's program
+        return False
     return filename.startswith((_TORCH, _OURS, "<frozen")) or filename == "<string>"
 
 

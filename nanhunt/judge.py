@@ -45,12 +45,14 @@ class Judge:
         self.state, self.scaling = State(names, self), Scaling(self)
         self.alert = False
         self.stepped_back = False  # a backward has run in this step
+        self.has_optimizer = False  # one that moves this model is known
         self.origins: list[Origin] = []
         self.outside: list[Origin] = []  # origins that have left the model in this step
         self._hit, self._cleared, self.turn, self._stop_first = hit, cleared, turn, stop_first
         self._first: Origin | None = None  # of the backward that runs
         self.touched: set[int] = set()  # parameters whose gradient was looked at in this backward
         self.bad_grads: set[int] = set()
+        self._broken: list[Origin] = []  # what had reached the calls that an exception has ended
         self._depth = 0
         self._twice = False  # a gradient of this step is differentiated again
 
@@ -61,7 +63,10 @@ class Judge:
         on = self.observer.on
         if on:
             self.state.look()  # what an update written by hand has done belongs to the step that is over
-        if self.stepped_back:
+        self._broken.clear()
+        if not self.stepped_back:  # a call that no backward follows is judged on its own
+            self.origins = [o for o in self.origins if not o.settled]
+        if self.stepped_back and not self.has_optimizer:  # with one, the step ends when it has moved the weights
             self.turn()
         if self.observer.on and not on:
             self.state.look()
@@ -157,9 +162,13 @@ class Judge:
         self._twice = self._twice or create_graph
         if self._depth > 1 or hooks.graph_task() != -1:
             return
+        if not self.observer.calls.ran:
+            return  # another model's
         self._first = None
         self.touched.clear()
         self.stepped_back = True
+        if not self.observer.on:
+            return
         for root in roots:
             if isinstance(root, torch.Tensor):
                 rec = self.observer.look(root, ("loss", ""), None, None, False)
@@ -251,7 +260,7 @@ class Judge:
 
     def backward_ends(self, given: tuple[Any, ...], grads: Any) -> None:
         self._depth = max(0, self._depth - 1)
-        if self._depth or hooks.graph_task() != -1:
+        if self._depth or hooks.graph_task() != -1 or not self.observer.on:
             return
         if isinstance(grads, (tuple, list)):  # torch.autograd.grad: its results pass no parameter hook
             for i, grad in enumerate(grads):
@@ -304,9 +313,13 @@ class Judge:
         """True when a fault of this step has been reported."""
         return any(o.settled and "handled" not in o.facts for o in self.origins)
 
+    def broken(self, call: Call) -> None:
+        """An exception has ended a call: what had reached its code may be why."""
+        self._broken += [o for o in call.own if o not in self._broken]
+
     def suspect(self) -> Origin | None:
-        """The origin to name when the program itself dies: the first that nobody meant."""
-        loose = [o for o in self.origins if not o.settled and not o.literal]
+        """The origin to name when the program dies: one that had reached the code which died."""
+        loose = [o for o in self._broken + self.outside if not o.settled and not o.literal]
         return loose[0] if loose else None
 
     def _explain(self, origin: Origin, tensor: Any) -> None:
@@ -321,6 +334,10 @@ class Judge:
     def confirm(self, origin: Origin, tensor: Any = None) -> None:
         """Report a fault, once."""
         if origin.settled:
+            return
+        if origin.phase in ("backward", "optimizer") and self.faulted():  # it follows from the fault of this step that was reported
+            origin.settled = True
+            origin.facts["handled"] = "follows"
             return
         self._explain(origin, tensor)
         origin.settled = True

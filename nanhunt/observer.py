@@ -59,7 +59,7 @@ class Observer:
     # --- module calls -----------------------------------------------------------------------------
 
     def on_pre(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if self.shadow is not None:
+        if self.shadow is not None and self.shadow.thread == threading.get_ident():
             self.shadow.on_pre(module, args, frames.call_kwargs())
             return
         if hooks.skip_here():
@@ -73,7 +73,7 @@ class Observer:
             self._failed(failure)
 
     def on_post(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        if self.shadow is not None:
+        if self.shadow is not None and self.shadow.thread == threading.get_ident():
             self.shadow.on_post(module)
             return
         if hooks.skip_here():
@@ -94,6 +94,7 @@ class Observer:
         if outermost:
             self.roots += 1
             self.judge.outermost()
+            self.calls.ran = True
             if len(self._known) > self._known_limit:
                 self._prune()
         if not self.on:
@@ -128,9 +129,12 @@ class Observer:
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         running, again = self.calls.running()
         ended = self.calls.end(module, running)
-        if ended is None or out is hooks.RAISED or not self.on:
+        if ended is None or not self.on:
             return
         call, taken = ended
+        if out is hooks.RAISED:
+            self.judge.broken(call)
+            return
         if isinstance(kwargs, dict) and kwargs:
             self.calls.met_kwargs(call)
         outermost = not running and not again
@@ -243,6 +247,7 @@ class Observer:
             return None
         self.seen += 1
         reading = Rec("grad", grad.dtype, None, None)
+        reading.numel = numbers.numel()
         self.measure(numbers, reading)
         return reading
 

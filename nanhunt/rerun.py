@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ class Shadow:
         self.calls = Calls(names, sites=False)
         self.tracer = Tracer(names=names, current_call=self.calls.current)
         self.fields: dict[str, Any] | None = None
+        self.thread = threading.get_ident()
         self._before = before
 
     def on_pre(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -55,8 +57,10 @@ class Shadow:
                 return
 
 
-def possible(module: nn.Module) -> bool:
-    """True when running a module again can leave no trace: no process group, no hooks of the user inside."""
+def possible(module: nn.Module, calls: Calls) -> bool:
+    """True when running a module again can leave no trace: no process group, no other thread, no hooks of the user."""
+    if len(calls.threads) > 1:
+        return False
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return False
     if isinstance(module, torch.jit.ScriptModule):

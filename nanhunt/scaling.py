@@ -13,7 +13,7 @@ from .verdict import Origin
 if TYPE_CHECKING:
     from .judge import Judge
 
-_GAIN = 4096.0  # more than a healthy module multiplies a gradient by
+_GAIN = 256.0  # more than the largest derivative of a healthy module
 _FLOAT16_MAX = 65504.0
 _OF_SIZE = ("overflow", "loss_scale", "unknown")  # causes that a smaller scale may take away
 
@@ -64,19 +64,19 @@ class Scaling:
     def _curable(self, origin: Origin) -> bool:
         """True when a smaller loss scale might help: what came in was large enough to overflow on its way through.
 
-        A derivative that is undefined (sqrt at 0) gives an infinity whatever comes in. The step from one to the
-        other is a gain: no healthy module turns a gradient of 16 into one beyond 65 504. A parameter's gradient
-        sums over the whole batch, so there only the scale itself can tell, once it has fallen to 1.
+        A derivative that is undefined (sqrt at 0) gives an infinity whatever comes in; one that is defined adds
+        up what came in, each part multiplied by so much at most. The op level knows which it was. A parameter's
+        gradient sums over the whole batch as well: there only the scale can tell, once it has fallen to 1.
         """
         known = origin.facts.get("op_level")
         if known is not None:
             return known["phase"] == "backward" and known["cause"] in _OF_SIZE
         if origin.facts.get("scaled") or origin.tensor.startswith("grad of"):
             return True
-        incoming = origin.call.grad if origin.call is not None else float(self.scaler.get_scale())
+        incoming = origin.call.incoming if origin.call is not None else float(self.scaler.get_scale())
         half = torch.float16 in self._judge.observer.dtypes
         limit = _FLOAT16_MAX if half else torch.finfo(torch.float32).max
-        return incoming is None or not incoming * _GAIN < limit
+        return not 0.0 < incoming * _GAIN < limit
 
     def _decide(self) -> None:
         pending, self.pending = self.pending, []

@@ -119,7 +119,7 @@ class Scene:
         if call is None or origin.literal:
             return
         ran = next((one for one in frames.running() if id(one[0]) == call.module_id), None)
-        if ran is None or not possible(ran[0]):
+        if ran is None or not possible(ran[0], self.observer.calls):
             return
         shadow = Shadow(self.observer.names, origin.facts.get("before"))
         self.observer.shadow = shadow

@@ -29,6 +29,7 @@ class Call:
     __slots__ = (
         "builtin",
         "grad",
+        "incoming",
         "module_id",
         "nth",
         "own",
@@ -45,6 +46,7 @@ class Call:
         self.site: tuple[str, int] | None = None  # file and line of the call, where it was recorded
         self.own: list[Origin] = []
         self.grad: float | None = None  # largest |gradient| that came back to its outputs
+        self.incoming = 0.0  # at most so large is the sum of those |gradients|
         self.builtin = False  # a module of torch.nn
         self.steady = False  # a module whose derivative can only overflow, never be undefined
 
@@ -61,11 +63,12 @@ class Call:
 class Rec:
     """One tensor that was looked at. Numbers and names only: no tensor is ever kept."""
 
-    __slots__ = ("dtype", "exits", "hi", "leaf", "lo", "makers", "name", "node", "origin", "scope", "takers")
+    __slots__ = ("dtype", "exits", "hi", "leaf", "lo", "makers", "name", "node", "numel", "origin", "scope", "takers")
 
     def __init__(self, name: Any, dtype: Any, scope: Call | None, maker: Call | None) -> None:
         self.name, self.dtype = name, dtype
         self.lo = self.hi = 0.0
+        self.numel = 1
         self.scope = scope  # the call in whose own code the tensor stands
         self.makers = [] if maker is None else [maker]  # the calls that gave it out, innermost first
         self.takers: list[Call] = []
@@ -80,6 +83,7 @@ class Rec:
         for call in self.makers:
             if call.grad is None or not call.grad >= size:
                 call.grad = size
+            call.incoming += size * reading.numel
 
     @property
     def bad(self) -> bool:
@@ -89,7 +93,7 @@ class Rec:
     def absmax(self) -> float:
         if self.bad:
             return math.nan if self.lo != self.lo else math.inf
-        return max(-self.lo, self.hi, 0.0)
+        return max(0.0, -self.lo, self.hi)
 
 
 @dataclass(slots=True, eq=False)

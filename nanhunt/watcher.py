@@ -63,6 +63,7 @@ class Watch:
         self._closed = False
         self._on_hit: OnHit = options["on_hit"]
         self._stance: Any = None
+        self._theirs: Exception | None = None
         if options["compiled"] == "eager":
             self._stance = torch.compiler.set_stance("force_eager")
             self._stance.__enter__()
@@ -84,6 +85,7 @@ class Watch:
         )
         self._scene = Scene(self._observer, self._judge, detail=options["detail"], rank=_rank())
         self._scene.optimizer = self._optimizer
+        self._judge.has_optimizer = self._optimizer is not None
         self._judge.observer, self._judge.scene = self._observer, self._scene
         self._ops: OpLevel | None = None
         if options["detail"] == "op":
@@ -247,6 +249,9 @@ class Watch:
             self._failed(failure)
 
     def _failed(self, failure: Exception) -> None:
+        """A failure of the watch itself: counted, told when the watch ends; training goes on."""
+        if failure is self._theirs:
+            raise failure
         if len(self.errors) < KEPT:
             self.errors.append(failure)
 
@@ -254,6 +259,7 @@ class Watch:
         if optimizer is not self._optimizer and not self._judge.state.concerns(optimizer):
             return
         self._scene.optimizer = optimizer
+        self._judge.has_optimizer = True
         if not self._observer.on:
             if after and self._judge.scaling.scaler is None:
                 self._turn()
@@ -291,15 +297,24 @@ class Watch:
 
     def _hit(self, origin: Origin) -> None:
         if not self._counts(origin):
+            origin.facts["handled"] = "allowed"
             return
         finding = self._scene.finding(origin)
         self._keep(finding)
         if callable(self._on_hit):
-            self._on_hit(finding)
+            try:
+                self._on_hit(finding)
+            except Exception as theirs:  # what the user's own callable raises is to come out
+                self._theirs = theirs
+                raise
         elif self._on_hit == "warn":
             warnings.warn(str(finding), NonFiniteWarning, stacklevel=2)
-        elif self._on_hit == "raise" and not self._outer():
-            raise NonFiniteError(finding)
+        elif self._on_hit == "raise":
+            inner = self._inner()
+            if not any(w._on_hit == "raise" for w in inner):
+                for w in inner:  # they will not get to see it
+                    w._keep(finding)
+                raise NonFiniteError(finding)
 
     def _cleared(self, origin: Origin, why: str) -> None:
         if self._scene.absorbed(origin) and self._counts(origin):
@@ -317,11 +332,11 @@ class Watch:
         if len(self.findings) < KEPT:
             self.findings.append(finding)
 
-    def _outer(self) -> bool:
-        """True when a watch entered later covers the same modules: it raises, this one records."""
+    def _inner(self) -> list[Watch]:
+        """The watches entered later that cover modules of this one: among several, the innermost raises."""
         later = _active[_active.index(self) + 1 :] if self in _active else []
         mine = set(self._observer.names.modules)
-        return any(w._observer.on and w._on_hit == "raise" and mine & set(w._observer.names.modules) for w in later)
+        return [w for w in later if w._observer.on and mine & set(w._observer.names.modules)]
 
 
 class Nothing(Watch):

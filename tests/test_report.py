@@ -12,7 +12,7 @@ import threading
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_finding import findings
+from .test_finding import findings
 
 from nanhunt.errors import UsageError
 from nanhunt.finding import Call, Finding, TensorStats

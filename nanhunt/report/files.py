@@ -53,7 +53,7 @@ def read_findings(path: str | os.PathLike[str]) -> list[Finding]:
             data = [json.loads(line) for line in text.splitlines() if line.strip()]
     except ValueError as error:
         raise UsageError(f"{str(path)!r} holds no nanhunt findings: it is not JSON ({error})") from error
-    if data == []:
+    if not text.strip():
         raise UsageError(f"{str(path)!r} holds no nanhunt findings: it is empty")
     try:
         return [Finding.from_dict(item) for item in (data if isinstance(data, list) else [data])]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 from collections.abc import Callable
 
@@ -21,10 +22,14 @@ _SHORT = {"float": "f", "bfloat": "bf", "complex": "c", "int": "i", "uint": "u"}
 # How many lines a section may take, its heading included, or how many rows its table may show. With what
 # stands around the rows, five lines of place and six blank ones, that makes 60 at most.
 _TITLE, _WHY, _ADVICE, _ROWS, _CALLS, _CONTEXT = 3, 6, 11, 9, 8, 7
+_HOPS = 5  # of the way; where there is one, the other sections make room
 
 _ADVICE_HEADING = "What to do"
 _TENSORS_HEADING = "Tensors (headroom: how many bits the largest number may still grow; own dtype, then others)"
 _TRAIL_HEADING = "The calls before it, oldest first (largest number in and out)"
+_FOLDERS = re.compile(r"(?<=\s)\S*[/\\](?=[^/\\\s]+:\d)")
+_OVERLOAD = re.compile(r"\baten\.(\w+)\.\w+")
+_WAY_HEADING = "From there to where it was noticed, op by op"
 _CONTEXT_HEADING = "Context"
 
 
@@ -62,7 +67,7 @@ def page(finding: Finding, *, color: bool | None = None, width: int = 100) -> st
     """The whole page, at most 60 lines and `width` columns; `color` None asks the terminal."""
     width = max(width, 40)
     paint = _paint if (_wants_color() if color is None else color) else _leave
-    place = _place(finding, width)
+    place, way = _place(finding, width), _way(finding, width)
     if finding.line and finding.source:
         place[1] = paint("cyan", place[1])
     sections = [
@@ -71,10 +76,11 @@ def page(finding: Finding, *, color: bool | None = None, width: int = 100) -> st
         wrap(finding.why or "", width, most=_WHY),
     ]
     for heading, lines in (
-        (_ADVICE_HEADING, _advice(finding, width)),
+        (_ADVICE_HEADING, _advice(finding, width, _ADVICE - 2 * bool(way))),
         (_TENSORS_HEADING, _tensors(finding, width, paint)),
-        (_TRAIL_HEADING, _trail(finding, width)),
-        (_CONTEXT_HEADING, _context(finding, width)),
+        (_WAY_HEADING, way),
+        (_TRAIL_HEADING, _trail(finding, width, _CALLS - 3 * bool(way))),
+        (_CONTEXT_HEADING, _context(finding, width, _CONTEXT - 2 * bool(way))),
     ):
         if len(heading) > width or (heading == _TENSORS_HEADING and lines and "headroom" not in lines[0]):
             heading = heading.partition(" (")[0]
@@ -138,30 +144,30 @@ def _is_result(row: TensorStats) -> bool:
     return row.role.startswith(("output", "result", "gradient", "grad_input"))
 
 
-def _advice(finding: Finding, width: int) -> list[str]:
+def _advice(finding: Finding, width: int, most: int) -> list[str]:
     lines: list[str] = []
-    for n, advice in enumerate(finding.advice[:_ADVICE], 1):
+    for n, advice in enumerate(finding.advice[:most], 1):
         item = wrap(advice, width, most=3, first=f"{n}. ", rest="   ")
-        if len(lines) + len(item) > _ADVICE - 1:
+        if len(lines) + len(item) > most - 1:
             break
         lines += item
     return lines
 
 
-def _context(finding: Finding, width: int) -> list[str]:
+def _context(finding: Finding, width: int, most: int) -> list[str]:
     lines: list[str] = []
     told: list[str] = []
     unseen: list[str] = []
     for key, value in list(finding.context.items())[:40]:
-        if value is None or value == () or value == {} or value == "":
+        if value is None or value == () or value == {} or value == "" or key == "path":
             continue
         (unseen if key.startswith(("blind", "not_seen")) else told).append(
             f"{clean(key).replace('_', ' ')} {_value(value)}"
         )
-    lines += wrap(", ".join(told), width, most=_CONTEXT - 2)
+    lines += wrap(", ".join(told), width, most=most - 2)
     for text in unseen:
         lines += wrap(text, width, most=2, rest="  ")
-    return lines[: _CONTEXT - 1]
+    return lines[: most - 1]
 
 
 def _value(value: object) -> str:
@@ -176,8 +182,20 @@ def _value(value: object) -> str:
     return elide(clean(value), 200)
 
 
-def _trail(finding: Finding, width: int) -> list[str]:
-    shown = finding.trail[-_CALLS:]
+def _way(finding: Finding, width: int) -> list[str]:
+    """The hops, without the folders of their files; the middle of a long way is left out."""
+    hops = finding.context.get("path")
+    if not isinstance(hops, tuple) or len(hops) < 2:
+        return []
+    lines = [elide(_OVERLOAD.sub(r"\1", _FOLDERS.sub("", clean(str(hop)))), width) for hop in hops]
+    if len(lines) > _HOPS:
+        left_out = len(lines) - _HOPS + 1
+        lines = [*lines[:2], f"(and {left_out} more ops)", *lines[-(_HOPS - 3) :]]
+    return lines
+
+
+def _trail(finding: Finding, width: int, most: int) -> list[str]:
+    shown = finding.trail[-most:]
     if not shown:
         return []
     columns = [
