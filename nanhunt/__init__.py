@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .errors import UsageError as UsageError
     from .finding import Finding as Finding
     from .finding import TensorStats as TensorStats
+    from .hunter import hunt as hunt
     from .watcher import NonFiniteWarning as NonFiniteWarning
     from .watcher import Watch as Watch
     from .watcher import watch as watch
@@ -26,6 +27,7 @@ _WHERE = {
     "TensorStats": "finding",
     "UsageError": "errors",
     "Watch": "watcher",
+    "hunt": "hunter",
     "watch": "watcher",
 }
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from .numerics import fmt, format_of
 
 if TYPE_CHECKING:
-    from .evidence_record import Evidence
+    from .evidence import Evidence
 
 _GENERAL: dict[str, tuple[str, ...]] = {
     "overflow": ("scale the operands down before this op, or normalise them",),
@@ -77,7 +77,8 @@ def of(cause: str, e: Evidence | None = None, *special: str) -> tuple[str, ...]:
     lines: list[str] = list(_numbers(cause, e)) if e is not None else []
     for word in special:
         lines += _SPECIAL.get(word, ())
-    lines += _GENERAL.get(cause, ())
+    if len(lines) < 2:
+        lines += _GENERAL.get(cause, ())
     return tuple(dict.fromkeys(lines))[:4]
 
 
@@ -89,7 +90,7 @@ def _numbers(cause: str, e: Evidence) -> list[str]:
     if cause == "underflow" and e.lost is not None:
         lost = format_of(e.lost.dtype)
         if lost is not None:
-            safe = 2 * lost.eps if e.lost.becomes or e.lost.beside else lost.smallest_normal
+            safe = lost.eps if e.lost.becomes or e.lost.beside else lost.smallest_normal
             digits = 10.0 ** math.ceil(math.log10(safe))
             lines.append(f"an eps that survives {e.lost.dtype} here: {digits:.0e} or more; or compute it in float32")
     if cause == "loss_scale" and e.loss_scale and form is not None:

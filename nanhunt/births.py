@@ -1,29 +1,17 @@
-"""Births of bad values, and the memory they have reached."""
+"""Births of bad values, and the ops that handed them on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
-import torch
-
-from . import probe
+from . import sites
 from .evidence import Evidence
-from .internals import Storage
 from .sites import Site
 
 if TYPE_CHECKING:
     from .verdict import Call
-
-
-class Made(NamedTuple):
-    """A forward op that made an autograd node: what a fault in that node's backward is called."""
-
-    op: str
-    base: str
-    call: Call | None
-    site: Site | None
 
 
 @dataclass(eq=False, slots=True)
@@ -50,7 +38,13 @@ class Birth:
     parents: tuple[Birth, ...] = ()
     evidence: Evidence | None = None
     absorbed_by: set[str] = field(default_factory=set)
-    reader_open: bool = False
+    in_forward: bool = False  # it was noticed before backward: in an output, or the loss
+    reader_open: bool = False  # of a weight that autocast has cast: the op that reads it is still to come
+
+    @property
+    def thrown_away(self) -> tuple[str, ...]:
+        """Ops that ended it in forward, when it was noticed only later: then it came back through a gradient."""
+        return tuple(sorted(self.absorbed_by)) if self.phase == "forward" and not self.in_forward else ()
 
     @property
     def kind(self) -> str:
@@ -62,7 +56,7 @@ class Birth:
 
 
 class Hop:
-    """One op that handed a bad value on. Chained backwards, so that a path can be told."""
+    """One op that handed a bad value on. Chained backwards, so that the way can be told."""
 
     __slots__ = ("back", "birth", "kind", "module", "op", "phase", "site")
 
@@ -74,11 +68,15 @@ class Hop:
         site: Site | None,
         kind: str,
         back: tuple[Hop, ...],
-        birth: Any,
+        birth: Birth | None,
     ) -> None:
         self.op, self.phase, self.module, self.site, self.kind = op, phase, module, site, kind
-        self.back = back
-        self.birth: Birth | None = birth
+        self.back, self.birth = back, birth
+
+    def __str__(self) -> str:
+        line, source = sites.text(self.site)
+        where = "" if self.module is None else f" in {self.module or 'the root'}"
+        return f"{self.phase}: {self.op}{where} gave {self.kind}  {line or '?'}  {source or ''}".rstrip()
 
 
 def culprit(births: Iterable[Birth]) -> Birth | None:
@@ -94,93 +92,23 @@ def culprit(births: Iterable[Birth]) -> Birth | None:
     return next((birth for birth in ordered if not birth.literal), ordered[0] if ordered else None)
 
 
-def body(t: torch.Tensor) -> torch.Tensor | None:
-    """The dense tensor in whose memory the numbers of `t` stand."""
-    if t.layout is torch.strided and type(t) in (torch.Tensor, torch.nn.Parameter) and not t.is_nested:
-        return t
-    return probe.payload(t)
+def way(birth: Birth, ends: Iterable[Hop]) -> tuple[Hop, ...]:
+    """The shortest way from the birth to one of `ends`; empty when it did not get there."""
+    todo: list[tuple[Hop, tuple[Hop, ...]]] = [(hop, (hop,)) for hop in ends]
+    seen: set[int] = set()
+    for hop, behind in todo:  # grows while it is walked
+        if hop.birth is birth:
+            return behind
+        if id(hop) not in seen:
+            seen.add(id(hop))
+            todo.extend((back, (back, *behind)) for back in hop.back)
+    return ()
 
 
-def extent(t: torch.Tensor) -> tuple[int, int]:
-    """First and last byte of the storage that `t` spans."""
-    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride())) if t.numel() else -1
-    width = t.element_size()
-    return t.storage_offset() * width, (t.storage_offset() + last + 1) * width
-
-
-class Mark(NamedTuple):
-    start: int
-    stop: int
-    births: tuple[Birth, ...]
-    hops: tuple[Hop, ...]
-
-
-class Marks:
-    """Which births have reached which memory, by storage and the bytes in it.
-
-    A mark holds its storage's identity weakly: it goes with the storage, and no later allocation at the
-    same address can inherit it.
-    """
-
-    def __init__(self) -> None:
-        self._of: dict[int, tuple[Storage, list[Mark]]] = {}
-        self._limit = 1024
-
-    def __bool__(self) -> bool:
-        return bool(self._of)
-
-    def of(self, t: torch.Tensor) -> Iterator[Mark]:
-        """The marks on the memory that `t` spans."""
-        if not self._of:
-            return
-        dense = body(t)
-        if dense is None:
-            return
-        found = self._of.get(dense.untyped_storage()._cdata)
-        if found is not None:
-            start, stop = extent(dense)
-            for mark in found[1]:
-                if mark.start < stop and start < mark.stop:
-                    yield mark
-
-    def put(self, t: torch.Tensor, births: tuple[Birth, ...], hop: Hop | None) -> None:
-        """`t` was just written and is bad: what stood in its bytes before is gone."""
-        dense = body(t)
-        if dense is None:
-            return
-        storage = dense.untyped_storage()
-        start, stop = extent(dense)
-        known, marks = self._of.get(storage._cdata, (None, []))
-        kept = _remaining(marks, dense, start, stop)
-        hops = (hop,) if hop is not None else ()
-        self._of[storage._cdata] = (known or Storage(storage), [*kept[-64:], Mark(start, stop, births, hops)])
-        if len(self._of) > self._limit:
-            self._of = {key: pair for key, pair in self._of.items() if not pair[0].gone()}
-            self._limit = max(1024, 2 * len(self._of))
-
-    def clear(self, t: torch.Tensor) -> None:
-        """`t` was just written and is finite."""
-        if not self._of:
-            return
-        dense = body(t)
-        if dense is None:
-            return
-        key = dense.untyped_storage()._cdata
-        found = self._of.get(key)
-        if found is not None:
-            start, stop = extent(dense)
-            kept = _remaining(found[1], dense, start, stop)
-            if kept:
-                self._of[key] = (found[0], kept)
-            else:
-                del self._of[key]
-
-    def forget(self) -> None:
-        self._of.clear()
-
-
-def _remaining(marks: list[Mark], t: torch.Tensor, start: int, stop: int) -> list[Mark]:
-    """The marks that a write to `t` leaves: all, when it left gaps between its elements."""
-    if t.numel() * t.element_size() < stop - start:
-        return marks
-    return [mark for mark in marks if not (start <= mark.start and mark.stop <= stop)]
+def told(hops: tuple[Hop, ...], most: int) -> list[str]:
+    """One line a hop; a long way loses its middle."""
+    lines = [str(hop) for hop in hops]
+    if len(lines) > most:
+        head = most // 2
+        lines[head : len(lines) - (most - head - 1)] = [f"... {len(lines) - most + 1} more ops ..."]
+    return lines

@@ -21,6 +21,7 @@ running_node: Callable[[], Any] = _private("_current_autograd_node", None)
 # The backward that is running in this thread, -1 in forward. Without it all ops look like forward.
 graph_task: Callable[[], int] = _private("_current_graph_task_id", -1)
 _next_node: Callable[[], int] = _private("_autograd._get_sequence_nr", 0)
+_tracing: Callable[[], Any] = _private("_get_tracing_state", None)
 _transforms: Callable[[], Any] = _private("_functorch.peek_interpreter_stack", None)
 
 ACCUMULATE = 1 << 63  # AccumulateGrad has the number 2**64 - 1: after everything else
@@ -38,14 +39,20 @@ def number_of(node: Any) -> int:
 
 
 def off_limits() -> bool:
-    """Where a dispatch mode must keep its hands off: reading a tensor under forward AD is a segmentation fault."""
-    return getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0 or _transforms() is not None
+    """Where a dispatch mode must keep its hands off.
+
+    Reading a tensor under forward AD is a segmentation fault; while `torch.jit.trace` records, every op of ours
+    would become part of the user's program.
+    """
+    if getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0:
+        return True
+    return _transforms() is not None or _tracing() is not None
 
 
 def autocast_depth() -> int:
     """How many autocast regions are open. Inside an op autocast itself is off, so it can't be asked."""
-    depth = torch.autocast_increment_nesting() - 1  # type: ignore[no-untyped-call,attr-defined]
-    torch.autocast_decrement_nesting()  # type: ignore[no-untyped-call,attr-defined]
+    depth = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
     return int(depth)
 
 
@@ -59,7 +66,7 @@ class Storage:
         self._weak: Any = storage._weak_ref()
 
     def gone(self) -> bool:
-        return bool(torch.UntypedStorage._expired(self._weak))  # type: ignore[attr-defined]
+        return bool(torch.UntypedStorage._expired(self._weak))
 
-    def __del__(self, free: Any = torch.UntypedStorage._free_weak_ref) -> None:  # type: ignore[attr-defined]
+    def __del__(self, free: Any = torch.UntypedStorage._free_weak_ref) -> None:
         free(self._weak)

@@ -12,10 +12,15 @@ from .numerics import format_of
 from .sites import Site
 
 _MOST = 4096  # tensors whose makers are remembered
-_DEEP = 8
+_MOST_VISITS = 32
 # Ops that take a constant which stands for "a little": what a lost eps is lost in.
 _TAKES_EPS = frozenset(
     "add sub rsub clamp clamp_min clamp_max maximum full full_like fill scalar_tensor new_full".split()
+)
+# A zero is looked for only through plain arithmetic: behind a matmul or a sum it is somebody else's.
+_THROUGH = _TAKES_EPS | frozenset(
+    "mul div sqrt rsqrt reciprocal pow neg abs minimum to_copy clone where copy lerp addcmul addcdiv relu sigmoid "
+    "expand unsqueeze linalg_vector_norm".split()
 )
 _DIFFERENCES = frozenset(("sub", "rsub", "add"))
 
@@ -63,7 +68,7 @@ class Makers:
         first = self.of(t)
         todo: list[tuple[Maker, bool]] = [(first, False)] if first is not None else []
         seen: set[int] = set()
-        for _ in range(_DEEP * 4):
+        for _ in range(_MOST_VISITS):
             if not todo:
                 break
             maker, differs = todo.pop(0)
@@ -75,7 +80,9 @@ class Makers:
                     found = _rounded(value, maker, differs)
                     if found is not None:
                         return found
-            differs = differs or maker.base in _DIFFERENCES
+            if maker.base not in _THROUGH:
+                continue
+            differs = maker.base in _DIFFERENCES
             for one in maker.inputs:
                 before = self._of.get(one) if isinstance(one, int) else one
                 if before is not None:
@@ -93,9 +100,9 @@ class Makers:
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def code_of(dtype: torch.dtype) -> float | None:
+def code_of(dtype: torch.dtype) -> tuple[float, ...]:
     """A dtype as a number, for `Maker.scalars` of a cast."""
-    return float(_DTYPES.index(dtype)) if dtype in _DTYPES else None
+    return (float(_DTYPES.index(dtype)),) if dtype in _DTYPES else ()
 
 
 def _rounded(value: float, maker: Maker, differs: bool) -> Lost | None:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .births import body, extent
 from .internals import Storage
+from .marks import body, extent
 from .naming import type_name
 
 if TYPE_CHECKING:
@@ -40,14 +40,16 @@ class Owners:
         self._refresh()
         key = dense.untyped_storage()._cdata
         start, stop = extent(dense)
+        note = self._notes.get(key)
         for low, high, owner in self._of.get(key, ()):
             if low < stop and start < high:
+                if owner.what == "gradient" and note is not None:  # its own name, and where it came from
+                    return owner._replace(what=note[1].what)
                 return owner
         if optimizer is not None:
             found = self._state(optimizer, key, start, stop)
             if found is not None:
                 return found
-        note = self._notes.get(key)
         return note[1] if note is not None else None
 
     def name_of(self, t: torch.Tensor, optimizer: torch.optim.Optimizer | None = None) -> str | None:
@@ -76,15 +78,17 @@ class Owners:
         if dense is not None and dense.is_floating_point():
             self._note(dense, Owner(what, None))
 
-    def written(self, t: torch.Tensor, whole: bool) -> None:
-        """`t` was written; when all of it was, it is not unknown memory any more."""
-        if self._notes:
-            dense = body(t)
-            key = dense.untyped_storage()._cdata if dense is not None else None
-            note = self._notes.get(key) if key is not None else None
-            if note is not None and dense is not None and note[1].what != "input":
-                if not whole or dense.numel() * dense.element_size() >= dense.untyped_storage().nbytes():
-                    self._notes.pop(dense.untyped_storage()._cdata, None)
+    def written(self, t: torch.Tensor) -> None:
+        """`t` was written; memory that it fills is not unknown any more."""
+        if not self._notes:
+            return
+        dense = body(t)
+        if dense is None:
+            return
+        storage = dense.untyped_storage()
+        note = self._notes.get(storage._cdata)
+        if note is not None and note[1].what != "input" and dense.numel() * dense.element_size() >= storage.nbytes():
+            del self._notes[storage._cdata]
 
     def _note(self, dense: torch.Tensor, owner: Owner) -> None:
         storage = dense.untyped_storage()

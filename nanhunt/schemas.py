@@ -8,25 +8,9 @@ import torch
 
 # Fill their output without reading it: an old value there is nobody's operand.
 _OVERWRITES = frozenset(
-    [
-        "copy",
-        "fill",
-        "zero",
-        "normal",
-        "uniform",
-        "bernoulli",
-        "exponential",
-        "geometric",
-        "log_normal",
-        "cauchy",
-        "random",
-        "set",
-        "trunc_normal",
-    ]
+    "copy fill zero normal uniform bernoulli exponential geometric log_normal cauchy random set trunc_normal".split()
 )
-_EMPTY = frozenset(
-    ["empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted", "resize"]
-)
+_EMPTY = frozenset("empty empty_like empty_strided new_empty new_empty_strided empty_permuted resize".split())
 # Running statistics are written although the schema does not say so.
 _NORMS = frozenset(["native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"])
 _READS = frozenset(["local_scalar_dense", "is_nonzero", "item"])
@@ -55,6 +39,7 @@ class Schema:
         "random",
         "reads",
         "roles",
+        "takes_tensor",
         "views",
         "writes",
     )  # fmt: skip
@@ -64,6 +49,7 @@ class Schema:
         self.name = _public(str(func))
         self.base = base_name(schema.name)
         namespace, bare = schema.name.split("::", 1)
+        self.takes_tensor = bool(schema.arguments) and str(schema.arguments[0].type) == "Tensor"
         self.roles = tuple(a.name for a in schema.arguments)
         written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         if bare in _NORMS:

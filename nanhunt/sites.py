@@ -25,6 +25,7 @@ _PRINTING = os.path.join(_TORCH, "_tensor_str.py")
 _OPTIM = os.path.join(_TORCH, "optim", "")
 _UPDATES = tuple(os.path.join(_TORCH, *p) for p in (("amp", "grad_scaler.py"), ("nn", "utils", "clip_grad.py")))
 _SCALER = _UPDATES[0]
+_SCALING = ("scale", "apply_scale")
 _known: dict[str, bool] = {}
 
 
@@ -53,7 +54,7 @@ def user_site(frame: FrameType | None = None) -> Site | None:
     while frame is not None:
         if is_user(frame.f_code.co_filename) and _users(frame):
             return frame.f_code.co_filename, frame.f_lineno
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return None
 
 
@@ -78,14 +79,14 @@ def inside_backward(frame: FrameType | None = None) -> Inside:
             site = code.co_filename, frame.f_lineno
         if code.co_filename == _CHECKPOINT or (code.co_name == "_call_impl" and code.co_filename == _MODULE):
             again = True
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return Inside(site, again)
 
 
 def backward_site(frame: FrameType | None = None) -> Site | None:
     """The line that called backward. On an accelerator the engine has threads of its own: then any thread's."""
     stacks: list[FrameType | None] = [frame or sys._getframe(1)]
-    stacks += [other for other in sys._current_frames().values()]
+    stacks.extend(sys._current_frames().values())
     for stack in stacks:
         while stack is not None and not _is_engine(stack):
             stack = stack.f_back
@@ -101,11 +102,11 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def optimizer_running(frame: FrameType | None = None) -> tuple[bool, torch.optim.Optimizer | None]:
-    """Whether an update is on the stack (an optimizer's step, unscaling, clipping), and the optimizer if it is there."""
+    """Whether an update is on the stack (a step, unscaling, clipping), and the optimizer when it is known."""
     updating = False
     for one in _outwards(frame or sys._getframe(1)):
         filename, name = one.f_code.co_filename, one.f_code.co_name
-        updating = updating or filename.startswith(_OPTIM) or filename in _UPDATES
+        updating = updating or filename.startswith(_OPTIM) or (filename in _UPDATES and name not in _SCALING)
         if name == "step" and isinstance(one.f_locals.get("self"), torch.optim.Optimizer):
             return True, one.f_locals["self"]
     return updating, None
@@ -114,7 +115,7 @@ def optimizer_running(frame: FrameType | None = None) -> tuple[bool, torch.optim
 def scaling_loss(frame: FrameType | None = None) -> bool:
     """Whether a GradScaler is multiplying the loss."""
     return any(
-        one.f_code.co_filename == _SCALER and one.f_code.co_name in ("scale", "apply_scale")
+        one.f_code.co_filename == _SCALER and one.f_code.co_name in _SCALING
         for one in _outwards(frame or sys._getframe(1))
     )
 

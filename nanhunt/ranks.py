@@ -1,0 +1,67 @@
+"""All ranks run a step again, or none does: agreed through the store, never by a collective."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+PATIENCE = 60.0  # seconds that a rank waits for the others to have finished their step
+
+_nth = itertools.count()
+_alone: list[str] = []  # once ranks have failed to answer, nobody waits again
+
+
+def together() -> bool:
+    """True when this process trains together with others."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def agree(mine: str, patience: float | None = None) -> tuple[bool, str]:
+    """Whether all ranks run the step again, and why not in words. Every rank that asks gets the same answer.
+
+    `mine` is "clean" or "fault" for how the step went on this rank, anything else for why it can't run again.
+    Each rank writes its word down and reads those of the others; when one is missing for too long, the first
+    to give up writes "no" where the decision stands, and a rank that comes later finds it there.
+    """
+    if _alone:
+        return False, _alone[0]
+    distributed = torch.distributed
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    store = _store()
+    if store is None:
+        return False, "this torch does not tell where its ranks meet"
+    patience = PATIENCE if patience is None else patience
+    room = f"nanhunt/hunt/{next(_nth)}/"
+    store.set(f"{room}{rank}", mine)
+    words: dict[int, str] = {}
+    for other in range(world):
+        try:
+            store.wait([f"{room}{other}"], timedelta(seconds=patience))
+        except Exception:  # its type differs between stores and versions
+            patience = 0.01
+            continue
+        words[other] = store.get(f"{room}{other}").decode()
+    missing = [str(other) for other in range(world) if other not in words]
+    cannot = {r: word for r, word in words.items() if word not in ("clean", "fault")}
+    if missing:
+        proposal = f"no: rank {', '.join(missing)} did not answer within the time"
+    elif cannot:
+        proposal = "no: " + "; ".join(f"rank {r}: {word}" for r, word in cannot.items())
+    else:
+        proposal = "go" if "fault" in words.values() else "clean"
+    decision = store.compare_set(f"{room}decision", "", proposal).decode()
+    if "did not answer" in decision:
+        _alone.append(decision.removeprefix("no: "))
+    return decision == "go", decision.removeprefix("no: ")
+
+
+def _store() -> Any:
+    """The store that the default process group met in: private, and the only way to talk without a collective."""
+    find: Callable[[], Any] | None = getattr(torch.distributed.distributed_c10d, "_get_default_store", None)
+    store = find() if find is not None else None
+    return store if hasattr(store, "compare_set") else None
