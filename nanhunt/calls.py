@@ -6,7 +6,7 @@ import threading
 
 from torch import nn
 
-from . import frames, hooks
+from . import internals, sites
 from .naming import Names, type_name
 from .verdict import Call, Rec, common
 
@@ -92,7 +92,7 @@ class Calls:
     def running(self) -> tuple[Running, bool]:
         """The calls that run in this thread, and whether they only recompute (inside a backward)."""
         local = self._local
-        task = hooks.graph_task()
+        task = internals.graph_task()
         if task != local.task:
             local.turn(task)
         return local.running, task != -1
@@ -112,7 +112,7 @@ class Calls:
         call = Call(path, entry.type_name, max(nth, 1), parent, id(module))
         call.steady, call.builtin = entry.steady, entry.builtin
         if self._sites:
-            call.site = frames.user_site()
+            call.site = sites.user_site()
         taken: list[Rec] = []
         if not running:
             self.threads.add(threading.get_ident())

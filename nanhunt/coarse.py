@@ -44,7 +44,8 @@ def why(origin: Origin, stats: Sequence[TensorStats], dtype: str | None) -> str 
     said = []
     if bad is not None:
         said.append(
-            f"{_count(bad)} of {numerics.fmt(bad.numel)} values of {bad.name or bad.role}, first at {list(bad.first_bad or ())}"
+            f"{_count(bad)} of {numerics.fmt(bad.numel)} values of {bad.name or bad.role}, "
+            f"first at {list(bad.first_bad or ())}"
         )
     if origin.phase == "input":
         said.append("it was so before the model was called")
@@ -87,14 +88,14 @@ def advice(origin: Origin, word: str, dtype: str | None, call: Call | None) -> l
         ]
     if word in ("bad_parameter", "bad_buffer"):
         return [
-            "Look at the checkpoint or the initialisation: a tensor made with torch.empty and never filled looks like this.",
+            "Look at the checkpoint or the initialisation: a tensor that torch.empty made and nobody filled looks so.",
             "If training made it, watch the step before: the fault lies there.",
         ]
     if word == "loss_scale":
         return ["Let torch.amp.GradScaler find the scale: start lower, for instance at 2**16."]
     if word == "overflow" and dtype in _SMALL and origin.phase == "forward":
         return [
-            f"Run {where} in float32 or bfloat16: with torch.autocast(device, enabled=False) around it, and x.float() in.",
+            f"Run {where} in float32 or bfloat16: torch.autocast(device, enabled=False) around it, x.float() into it.",
             "Scale the values down where they grow: see the trail.",
         ]
     if word == "overflow" and origin.phase == "backward":

@@ -34,16 +34,6 @@ class Listener(Protocol):
     def on_scaler(self, scaler: Any, what: str, before: Any, after: Any) -> None: ...
 
 
-def skip_here() -> bool:
-    """True where looking is not possible: while a graph is traced, inside torch.func transforms."""
-    return torch._C._get_tracing_state() is not None or torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def graph_task() -> int:
-    """Number of the backward that is running in this thread, -1 in forward."""
-    return int(torch._C._current_graph_task_id())
-
-
 class Attachment:
     """All that one watch has hung into torch. `remove` takes it off again; it can be called twice."""
 
@@ -105,6 +95,8 @@ class Attachment:
         self.drop_leaves()
         for handle in self._handles:
             handle.remove()
+            # torch forgets this entry when such a hook is removed (2.13).
+            getattr(_nn_module, "_global_forward_hooks_with_kwargs", {}).pop(handle.id, None)
         for p, handle in self._params.values():
             handle.remove()
             if not getattr(p, "_post_accumulate_grad_hooks", True):

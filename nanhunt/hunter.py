@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -13,14 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import probe, ranks
+from . import ranks
 from .errors import NonFiniteError, UsageError, enabled
 from .finding import Finding
-from .judge import Judge
 from .leaves import leaves
 from .replay import Snapshot
-from .verdict import Rec, settle
-from .watcher import Watch, _active, watch
+from .watcher import outer_watches, watch
 
 # Classes whose protocol between ranks has a state that a snapshot of parameters and buffers does not hold.
 _SHARDED = {"FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine", "PipelineStage"}
@@ -148,10 +145,9 @@ class _Hunt:
     def _once(self, detail: str, on_hit: Any) -> _Run:
         """Run the step under a watch. It may die of what it has made: a finding is then worth more than the error."""
         run = _Run()
-        with _outer_watches_record():
+        with outer_watches(looking=detail != "op"):
             compiled = "eager" if self._compiled else "error"
             watched = watch(self._model, self._optimizer, self._scaler, on_hit=on_hit, detail=detail, compiled=compiled)
-            calls = _Calls(watched)
             try:
                 with watched:
                     value = self._step()
@@ -160,7 +156,7 @@ class _Hunt:
                             f"the step returned a {type(value).__name__}, so nothing has run yet: "
                             "give hunt a function that runs it"
                         )
-                    watched._guarded(_returned, watched, calls.step, value)
+                    watched.returned(_numbers(value, ""))
                     del value
             except Exception as error:
                 run.finding = watched.finding
@@ -171,7 +167,7 @@ class _Hunt:
                     run.error = error if run.finding is None else None
             else:
                 run.finding = watched.finding
-        run.batch, run.step = calls.first_batch(), calls.step
+        run.batch, run.step = watched.first_batch_hash(), watched.step_of_last_call
         return run
 
     def _told(self, finding: Finding, run: _Run, **facts: Any) -> Finding:
@@ -195,69 +191,7 @@ class _Hunt:
         return dataclasses.replace(finding, step=step, context=context, why=why or None)
 
 
-# --- what the watch is asked ----------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _outer_watches_record() -> Iterator[None]:
-    """A watch around the hunt leaves the stopping to it: the second run must reach its end."""
-    outer = [one for one in _active if one._on_hit == "raise"]
-    for one in outer:
-        one._on_hit = "record"
-    try:
-        yield
-    finally:
-        for one in outer:
-            one._on_hit = "raise"
-
-
-class _Calls:
-    """Of the calls of the model from outside: the hash of the first one's batch, and the step of the last one."""
-
-    def __init__(self, watched: Watch) -> None:
-        self._scene, self._take = watched._scene, watched._scene.batch
-        self._first: list[Any] = []
-        self.step = 0
-        self._scene.batch = self._batch  # type: ignore[method-assign]
-
-    def _batch(self, recs: Any, args: Any, kwargs: Any) -> None:
-        self._take(recs, args, kwargs)
-        self._first = self._first or self._scene._batch
-        self.step = self._scene.step
-
-    def first_batch(self) -> str | None:
-        """To be asked for when the run is over: it reads the device."""
-        self._scene._batch = self._first
-        return self._scene.batch_hash()
-
-
-def _returned(watched: Watch, step: int, value: Any) -> None:
-    """What the step gives back counts, when nothing else was found and no scaler accounts for it."""
-    scene, observer, judge = watched._scene, watched._observer, watched._judge
-    observer.drain()
-    if watched.finding is not None or any(f.handled == "loss_scale" for f in watched.findings):
-        return
-    scene.step = step  # an optimizer step may have ended it, and the next has not begun
-    for path, tensor in _numbers(value, ""):
-        rec = observer.known(tensor)
-        if rec is None:
-            numbers = probe.payload(tensor)
-            if numbers is None:
-                continue
-            rec = Rec(("returned value", path), str(tensor.dtype).removeprefix("torch."), None, None)
-            observer.measure(numbers, rec)
-        observer.tell(True, _confirm, (judge, rec), None, tensor)
-    observer.drain()
-
-
-def _confirm(judge: Judge, rec: Rec, module: Any, tensor: Any) -> None:
-    if not rec.bad:
-        return
-    kinds = judge.kinds(rec, tensor)
-    if rec.origin is None:
-        rec.origin = settle(kinds, judge.outside) or judge._made(None, rec, kinds, tensor)
-    if "nan" in kinds or not rec.origin.literal:
-        judge.confirm(rec.origin, tensor)
+# --- what a step returns --------------------------------------------------------------------------
 
 
 def _numbers(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils import _python_dispatch
 
 
 def _private(path: str, instead: Any) -> Callable[[], Any]:
@@ -24,6 +28,9 @@ _next_node: Callable[[], int] = _private("_autograd._get_sequence_nr", 0)
 _tracing: Callable[[], Any] = _private("_get_tracing_state", None)
 _transforms: Callable[[], Any] = _private("_functorch.peek_interpreter_stack", None)
 
+_dispatch_modes: Callable[[], Any] = _private("_len_torch_dispatch_stack", 0)
+_function_modes: Callable[[], Any] = _private("_len_torch_function_stack", 0)
+
 ACCUMULATE = 1 << 63  # AccumulateGrad has the number 2**64 - 1: after everything else
 
 
@@ -38,6 +45,22 @@ def number_of(node: Any) -> int:
     return int(number()) if number is not None else -1
 
 
+def transformed() -> bool:
+    """True inside a torch.func transform."""
+    return _transforms() is not None
+
+
+def recording() -> bool:
+    """True while torch.jit.trace records."""
+    return _tracing() is not None
+
+
+def batched(tensor: torch.Tensor) -> bool:
+    """True for the tensors of `autograd.grad(is_grads_batched=True)`, which know few ops."""
+    check = getattr(torch._C._functorch, "is_legacy_batchedtensor", None)
+    return bool(check(tensor)) if check is not None else False
+
+
 def off_limits() -> bool:
     """Where a dispatch mode must keep its hands off.
 
@@ -46,7 +69,7 @@ def off_limits() -> bool:
     """
     if getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0:
         return True
-    return _transforms() is not None or _tracing() is not None
+    return transformed() or recording()
 
 
 def autocast_depth() -> int:
@@ -54,6 +77,62 @@ def autocast_depth() -> int:
     depth = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
     return int(depth)
+
+
+def foreign_modes(ours: int = 0) -> bool:
+    """True when a mode of the user would see what we do with tensors; `ours` dispatch modes are our own."""
+    return bool(_dispatch_modes() > ours or _function_modes() > 0)
+
+
+@contextlib.contextmanager
+def unseen_by_modes() -> Iterator[None]:
+    """Dispatch and function modes do not see what is done inside."""
+    aside = getattr(_python_dispatch, "_disable_current_modes", contextlib.nullcontext)
+    with aside(), torch._C.DisableTorchFunction():
+        yield
+
+
+def take_mode_off(mode: Any) -> None:
+    """Take a dispatch mode off the stack, also when others were put on it since."""
+    pop, push = getattr(_python_dispatch, "_pop_mode", None), getattr(_python_dispatch, "_push_mode", None)
+    if pop is None or push is None:
+        mode.__exit__(None, None, None)
+        return
+    above: list[Any] = []
+    while _dispatch_modes() > 0:
+        top = pop()
+        if top is mode:
+            break
+        above.append(top)
+    for other in reversed(above):
+        push(other)
+
+
+class _Eager:
+    """Compiled regions run eagerly while anybody holds this. Whoever leaves last puts back what was found."""
+
+    def __init__(self) -> None:
+        self._held = 0
+        self._lock = threading.Lock()
+        self._stance: Any = None
+
+    def hold(self) -> None:
+        with self._lock:
+            self._held += 1
+            # Setting a stance imports the compiler, which replaces functions of torch: not where nobody uses it.
+            if self._stance is None and "torch._dynamo" in sys.modules:
+                self._stance = torch.compiler.set_stance("force_eager")
+                self._stance.__enter__()
+
+    def drop(self) -> None:
+        with self._lock:
+            self._held -= 1
+            if not self._held and self._stance is not None:
+                self._stance.__exit__(None, None, None)
+                self._stance = None
+
+
+eager = _Eager()
 
 
 class Storage:

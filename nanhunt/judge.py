@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from . import hooks, literals, probe
+from . import internals, literals, probe
 from .naming import Names
 from .scaling import Scaling
 from .state import State
@@ -160,7 +160,7 @@ class Judge:
     def backward_begins(self, roots: Iterable[Any], create_graph: bool) -> None:
         self._depth += 1
         self._twice = self._twice or create_graph
-        if self._depth > 1 or hooks.graph_task() != -1:
+        if self._depth > 1 or internals.graph_task() != -1:
             return
         if not self.observer.calls.ran:
             return  # another model's
@@ -260,7 +260,7 @@ class Judge:
 
     def backward_ends(self, given: tuple[Any, ...], grads: Any) -> None:
         self._depth = max(0, self._depth - 1)
-        if self._depth or hooks.graph_task() != -1 or not self.observer.on:
+        if self._depth or internals.graph_task() != -1 or not self.observer.on:
             return
         if isinstance(grads, (tuple, list)):  # torch.autograd.grad: its results pass no parameter hook
             for i, grad in enumerate(grads):
@@ -270,11 +270,9 @@ class Judge:
 
     def result(self, of: Any, grad: torch.Tensor) -> None:
         """A gradient that passed no hook: what torch.autograd.grad gives, or a `.grad` nobody saw being written."""
-        numbers = probe.payload(grad)
-        if numbers is None:
+        reading = self.observer.reading(grad)
+        if reading is None:
             return
-        reading = Rec("grad", grad.dtype, None, None)
-        self.observer.measure(numbers, reading)
         owners = self.names.owners.get(id(of), [])
         self.observer.tell(reading.bad, self._bad_result, (id(of), owners, reading), None, grad)
 
@@ -309,6 +307,16 @@ class Judge:
         if self.observer.on and (self.stepped_back or self.origins):
             self.state.look()
 
+    def returned(self, rec: Rec, module: Any, tensor: Any) -> None:
+        """A tensor that the step gives back to its caller."""
+        if not rec.bad:
+            return
+        kinds = self.kinds(rec, tensor)
+        if rec.origin is None:
+            rec.origin = settle(kinds, self.outside) or self._made(None, rec, kinds, tensor)
+        if "nan" in kinds or not rec.origin.literal:
+            self.confirm(rec.origin, tensor)
+
     def faulted(self) -> bool:
         """True when a fault of this step has been reported."""
         return any(o.settled and "handled" not in o.facts for o in self.origins)
@@ -335,7 +343,9 @@ class Judge:
         """Report a fault, once."""
         if origin.settled:
             return
-        if origin.phase in ("backward", "optimizer") and self.faulted():  # it follows from the fault of this step that was reported
+        if (
+            origin.phase in ("backward", "optimizer") and self.faulted()
+        ):  # it follows from the fault of this step that was reported
             origin.settled = True
             origin.facts["handled"] = "follows"
             return

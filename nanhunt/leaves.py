@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections import UserDict, deque
+from collections.abc import Iterator
 from itertools import islice
-from types import FunctionType, ModuleType
+from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
 import torch
@@ -74,7 +74,7 @@ class _Walk:
             else:
                 # `batch._store._mapping['x']` is `batch['x']` to the one who wrote it
                 hidden = suffix.startswith("._")
-                level = depth + (suffix.startswith(".") and not isinstance(obj, tuple))
+                level = depth + (suffix.startswith(".") and not issubclass(type(obj), tuple))
                 yield from self.leaves(part, path if hidden else path + suffix, level)
         self.above.discard(id(obj))
 
@@ -88,15 +88,19 @@ def _parts(obj: Any, deep: bool) -> list[tuple[str, Any]]:
         return [(f"[{key!r}]", part) for key, part in islice(obj.items(), _MOST_VISITS)]
     if hasattr(kind, "__dataclass_fields__"):
         return [(f".{name}", getattr(obj, name, None)) for name in kind.__dataclass_fields__]
-    if isinstance(obj, tuple):
+    if issubclass(kind, tuple):
         # named tuples have _fields; those of C (torch.return_types) have __match_args__ and n_fields
-        names = getattr(kind, "_fields", None) or (kind.__match_args__ if hasattr(kind, "n_fields") else ())
+        names: tuple[str, ...] = getattr(kind, "_fields", ())
+        if not names and hasattr(kind, "n_fields"):
+            names = getattr(kind, "__match_args__", ())
         if len(names) == len(obj):
             return [(f".{name}", part) for name, part in zip(names, obj, strict=True)]
-    if isinstance(obj, (tuple, list, deque)):
+    if issubclass(kind, (tuple, list, deque)):
         return [(f"[{i}]", part) for i, part in enumerate(islice(obj, _MOST_VISITS))]
-    if isinstance(obj, Mapping):
+    if issubclass(kind, (dict, MappingProxyType)):
         return [(f"[{key!r}]", part) for key, part in islice(obj.items(), _MOST_VISITS)]
+    if issubclass(kind, UserDict):  # another mapping may compute what it gives when it is read
+        return [(f"[{key!r}]", part) for key, part in islice(obj.data.items(), _MOST_VISITS)]
     if deep and hasattr(obj, "__dict__"):
         return [(f".{name}", part) for name, part in islice(vars(obj).items(), _MOST_VISITS)]
     return []

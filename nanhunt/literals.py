@@ -23,8 +23,8 @@ _WRITES = (
     "Scatter",
 )
 _HANDS_ON = (
-    "View Reshape UnsafeView Expand Squeeze Unsqueeze Transpose Permute T Slice Select Index Gather Alias Cat Stack Clone "
-    "ToCopy Split UnsafeSplit Chunk Unbind AsStrided Repeat Flip Roll Copy Neg"
+    "View Reshape UnsafeView Expand Squeeze Unsqueeze Transpose Permute T Slice Select Index Gather Alias Cat Stack "
+    "Clone ToCopy Split UnsafeSplit Chunk Unbind AsStrided Repeat Flip Roll Copy Neg"
 ).split()
 _REACHES = (
     "Log",

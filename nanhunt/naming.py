@@ -62,7 +62,7 @@ class Names:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
+        self.model: nn.Module = model
         self.modules: dict[int, list[str]] = {}
         self.by_path: dict[str, nn.Module] = {}
         self.owners: dict[int, list[tuple[str, str]]] = {}
@@ -87,3 +87,8 @@ class Names:
                 if b is not None:
                     self.buffers[prefix + name] = (module, name)
         return len(self.modules) != before or set(self.modules) != known
+
+    def forget(self) -> None:
+        """Let the model go."""
+        self.model = nn.Module()
+        self.refresh()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from . import frames, hooks, probe
+from . import frames, hooks, internals, probe
 from .calls import Calls
 from .errors import NonFiniteError
 from .naming import Names
@@ -25,6 +24,8 @@ if TYPE_CHECKING:
     from .rerun import Shadow
 
 TRAIL = 21  # calls that a report shows before the fault
+_USERS = 64  # calls remembered for one tensor
+_PLAIN = (int, float, str, bool, type(None))
 
 
 class Observer:
@@ -53,7 +54,10 @@ class Observer:
         self.dtypes: set[torch.dtype] = set()  # met in this step
         self._defer, self._failed, self._at_once = defer, failed, at_once
         self._lock = threading.Lock()
-        self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, Rec]] = {}
+        self.aside = False  # a hunt inside runs its step once more: that is not the program's
+        self.serial = 0  # of the step
+        self.own_modes = 0  # dispatch modes that are ours
+        self._known: dict[Any, tuple[internals.Storage, Rec]] = {}
         self._known_limit = 4096
 
     # --- module calls -----------------------------------------------------------------------------
@@ -61,25 +65,28 @@ class Observer:
     def on_pre(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self.shadow is not None and self.shadow.thread == threading.get_ident():
             self.shadow.on_pre(module, args, frames.call_kwargs())
-            return
-        if hooks.skip_here():
-            self.blind.add("inside torch.func transforms or while a graph is traced nothing is looked at")
-            return
-        try:
-            self._enter(module, args)
-        except NonFiniteError:
-            raise
-        except Exception as failure:
-            self._failed(failure)
+        else:
+            self.guarded(self._enter, module, args)
 
     def on_post(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         if self.shadow is not None and self.shadow.thread == threading.get_ident():
             self.shadow.on_post(module)
+        else:
+            self.guarded(self._leave, module, args, kwargs, out)
+
+    def guarded(self, event: Callable[..., None], *args: Any) -> None:
+        """Run an event unseen by the user's modes. Only the deliberate stop leaves it."""
+        if self.aside:
             return
-        if hooks.skip_here():
+        if internals.transformed() or internals.recording():
+            self.blind.add("inside torch.func transforms or while a graph is traced nothing is looked at")
             return
         try:
-            self._leave(module, args, kwargs, out)
+            if internals.foreign_modes(self.own_modes):
+                with internals.unseen_by_modes():
+                    event(*args)
+            else:
+                event(*args)
         except NonFiniteError:
             raise
         except Exception as failure:
@@ -117,12 +124,12 @@ class Observer:
 
     def _take(self, tensor: torch.Tensor, name: Any, call: Call, recs: list[Rec], again: bool) -> bool:
         if isinstance(tensor, nn.Parameter):
-            self.param_takers.setdefault(id(tensor), []).append(call)
+            _remember(self.param_takers.setdefault(id(tensor), []), call)
             return False
         rec = self.look(tensor, name, call.parent, None, again)
         if rec is None:
             return False
-        rec.takers.append(call)
+        _remember(rec.takers, call)
         recs.append(rec)
         return rec.bad
 
@@ -162,15 +169,21 @@ class Observer:
 
     def look(self, tensor: torch.Tensor, name: Any, scope: Call | None, maker: Call | None, again: bool) -> Rec | None:
         """The record of a tensor: the one made before, or a new one with one reduction and one hook."""
-        try:
-            version = tensor._version
-        except RuntimeError:  # inference tensors do not count versions
-            version = -1
-        known = self._known.get(id(tensor))
-        if known is not None and known[1] == version and version >= 0 and known[0]() is tensor:
-            return known[2]
+        if type(tensor) is not torch.Tensor:
+            try:
+                with torch._C.DisableTorchFunctionSubclass():  # what a subclass does to calls is not for ours
+                    return self._look(tensor, name, scope, maker, again)
+            except Exception as failure:
+                self.blind.add(f"{type(tensor).__name__} cannot be looked at ({type(failure).__name__})")
+                return None
+        return self._look(tensor, name, scope, maker, again)
+
+    def _look(self, tensor: torch.Tensor, name: Any, scope: Call | None, maker: Call | None, again: bool) -> Rec | None:
+        known = self.known(tensor)
+        if known is not None:
+            return known
         numbers = probe.payload(tensor)
-        if numbers is None:
+        if numbers is None or internals.batched(tensor):
             return None
         self.seen += 1
         rec = Rec(name, tensor.dtype, scope, maker)
@@ -179,14 +192,27 @@ class Observer:
             rec.node = type(tensor.grad_fn).__name__
         if tensor.requires_grad and self.attachment is not None:
             rec.leaf = tensor.grad_fn is None
-            self.attachment.gradient(tensor, functools.partial(self.on_gradient, rec))
-        self._known[id(tensor)] = (weakref.ref(tensor), version, rec)
+            self.attachment.gradient(tensor, _GradientHook(self, rec, tensor._version))
+        else:
+            key = _identity(tensor)
+            if key is not None:
+                self._known[key] = (internals.Storage(tensor.untyped_storage()), rec)
         return rec
 
     def known(self, tensor: torch.Tensor) -> Rec | None:
-        """The record of a tensor that was looked at in this step."""
-        found = self._known.get(id(tensor))
-        return found[2] if found is not None and found[0]() is tensor else None
+        """The record of a tensor that was looked at in this step.
+
+        One that wants a gradient bears our hook, and the record with it. Of the others the memory is known: no
+        weak reference to a tensor of the user's, which torch.utils.swap_tensors would refuse.
+        """
+        if tensor.requires_grad:
+            for hook in (tensor._backward_hooks or {}).values():
+                if type(hook) is _GradientHook and hook.observer is self and hook.fits(tensor._version, self.serial):
+                    return hook.rec
+            return None
+        key = _identity(tensor)
+        found = self._known.get(key) if key is not None else None
+        return found[1] if found is not None else None
 
     def measure(self, numbers: torch.Tensor, rec: Rec) -> bool:
         """Take the range of a payload: at once, or (True) into a slot that is read later."""
@@ -208,41 +234,42 @@ class Observer:
         self.seen += 1
         return not probe.bad(*probe.limits(numbers))
 
-    def on_gradient(self, rec: Rec, grad: torch.Tensor) -> None:
-        if not self.on or self.shadow is not None or hooks.skip_here():
+    def on_gradient(self, rec: Rec, grad: torch.Tensor | None) -> None:
+        if self.on and grad is not None and self.shadow is None:
+            self.guarded(self._gradient, rec, grad)
+
+    def _gradient(self, rec: Rec, grad: torch.Tensor) -> None:
+        reading = self.reading(grad)  # its own: the same tensor gets a gradient in each backward over the graph
+        if reading is None:
             return
-        try:
-            # Its own reading: the same tensor gets a gradient in each backward over the graph.
-            reading = self._reading(grad)
-            if reading is None:
-                return
-            if reading.bad or self.deferring or self.judge.alert:
-                self.tell(True, self.judge.gradient, (rec, reading), None, grad)
-            else:
-                rec.came_back(reading)
-        except NonFiniteError:
-            raise
-        except Exception as failure:
-            self._failed(failure)
+        if reading.bad or self.deferring or self.judge.alert:
+            self.tell(True, self.judge.gradient, (rec, reading), None, grad)
+        else:
+            rec.came_back(reading)
 
     def on_parameter(self, name: str, param: torch.Tensor) -> None:
-        if not self.on or param.grad is None:
-            return
-        try:
-            numbers = probe.payload(param.grad)
-            self.judge.touched.add(id(param))
-            if numbers is None or (id(param) not in self.judge.bad_grads and self.fine(numbers)):
-                return
-            reading = self._reading(param.grad)
-            if reading is not None:
-                self.tell(reading.bad, self.judge.parameter, (name, id(param), reading), None, param.grad)
-        except NonFiniteError:
-            raise
-        except Exception as failure:
-            self._failed(failure)
+        if self.on and param.grad is not None:
+            self.guarded(self._parameter, name, param, param.grad)
 
-    def _reading(self, grad: torch.Tensor) -> Rec | None:
-        numbers = probe.payload(grad)
+    def _parameter(self, name: str, param: torch.Tensor, grad: torch.Tensor) -> None:
+        self.judge.touched.add(id(param))
+        if type(grad) is torch.Tensor and id(param) not in self.judge.bad_grads and not internals.batched(grad):
+            numbers = probe.payload(grad)
+            if numbers is None or self.fine(numbers):
+                return
+        reading = self.reading(grad)
+        if reading is not None:
+            self.tell(reading.bad, self.judge.parameter, (name, id(param), reading), None, grad)
+
+    def reading(self, grad: torch.Tensor) -> Rec | None:
+        """The range of a gradient; None where there is nothing to look at."""
+        if type(grad) is not torch.Tensor:
+            with torch._C.DisableTorchFunctionSubclass():
+                return self._read(grad)
+        return self._read(grad)
+
+    def _read(self, grad: torch.Tensor) -> Rec | None:
+        numbers = None if internals.batched(grad) else probe.payload(grad)
         if numbers is None:
             return None
         self.seen += 1
@@ -276,6 +303,7 @@ class Observer:
 
     def new_step(self) -> None:
         self.calls.new_step()
+        self.serial += 1
         self._known.clear()
         self.param_takers.clear()
         self.dtypes.clear()
@@ -284,15 +312,50 @@ class Observer:
             self.attachment.drop_leaves()
 
     def _prune(self) -> None:
-        self._known = {k: v for k, v in self._known.items() if v[0]() is not None}
+        self._known = {k: v for k, v in self._known.items() if not v[0].gone()}
         self._known_limit = max(4096, 2 * len(self._known))
+
+
+class _GradientHook:
+    """What hangs on a tensor: numbers and names only, and the word that it is not to be saved with it."""
+
+    __slots__ = ("observer", "rec", "serial", "version")
+    __torch_unserializable__ = True
+
+    def __init__(self, observer: Observer, rec: Rec, version: int) -> None:
+        self.observer, self.rec, self.version, self.serial = observer, rec, version, observer.serial
+
+    def fits(self, version: int, serial: int) -> bool:
+        """True for the tensor as it was when it was looked at; a leaf that the user holds is looked at each step."""
+        return version == self.version and (serial == self.serial or not self.rec.leaf)
+
+    def __call__(self, grad: torch.Tensor | None) -> None:
+        self.observer.on_gradient(self.rec, grad)
+
+
+def _identity(tensor: torch.Tensor) -> Any:
+    """What tells a piece of memory and its contents from every other; None where there is no such thing."""
+    try:
+        memory = tensor.untyped_storage()._cdata
+        spread = None if tensor.is_contiguous() else (tuple(tensor.shape), tensor.stride())
+        return memory, tensor._version, tensor.storage_offset(), tensor.numel(), tensor.dtype, spread
+    except (RuntimeError, NotImplementedError):  # inference tensors count no versions; sparse ones have no storage
+        return None
+
+
+def _remember(calls: list[Call], call: Call) -> None:
+    """The last users of a tensor: one that a server keeps for ever must not collect calls for ever."""
+    calls.append(call)
+    if len(calls) > _USERS:
+        del calls[0]
 
 
 def _arguments(args: tuple[Any, ...], *, deep: bool) -> Iterator[tuple[Any, torch.Tensor]]:
     """((position, path inside), tensor) of the arguments of a call."""
     for i, arg in zip(itertools.count(), args):
-        if isinstance(arg, torch.Tensor):
+        kind = type(arg)
+        if issubclass(kind, torch.Tensor):
             yield (i, ""), arg
-        elif not isinstance(arg, (int, float, str, bool, type(None))):
+        elif kind not in _PLAIN:
             for path, tensor in probe.leaves(arg, deep=deep):
                 yield (i, path), tensor

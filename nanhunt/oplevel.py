@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
+from . import internals
 from .births import Birth
 from .naming import Names
 from .tracer import Tracer
-from .verdict import Call
+from .verdict import Call, Origin
 
 
-class _Tracer(Tracer):
+class _Tracer(Tracer):  # type: ignore[no-untyped-call]
     """A tracer that can be told to look away."""
 
     paused = 0
@@ -58,13 +59,23 @@ class OpLevel:
     def leave(self) -> None:
         if self._entered:
             self._entered = False
-            self.tracer.__exit__(None, None, None)
+            internals.take_mode_off(self.tracer)
+            internals.eager.drop()
 
     def begin(self, inputs: Iterable[tuple[str, torch.Tensor]], loss_scale: float | None) -> None:
         """The model is called from outside: these are its inputs."""
         self.tracer.loss_scale = loss_scale
         for name, tensor in inputs:
             self.tracer.note_input(tensor, name)
+
+    def died_of(self) -> Origin | None:
+        """The birth behind what the op that has just raised was given."""
+        birth = self.tracer.died_of()
+        if birth is None:
+            return None
+        origin = Origin(birth.phase, birth.call, birth.kinds, birth.tensor)
+        origin.facts["op_level"] = {**self.tracer.explain(birth), "path": [], "ledger": dict(self.tracer.counts)}
+        return origin
 
     def fields(self, tensor: torch.Tensor, birth: Birth | None = None) -> dict[str, Any] | None:
         """The fields of a `Finding` for the birth behind a bad tensor; None when the tracer does not know it."""

@@ -7,6 +7,7 @@ belongs to it waits in a list, and `drain` reads all slots with two copies per d
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -38,9 +39,14 @@ class Slots:
         self.waiting: list[tuple[Callable[[float, float], None], _Block, int]] = []
         self.events: list[Callable[[], None]] = []
         self.reads = 0  # host reads so far, for the benchmarks
+        self._lock = threading.RLock()
 
     def put(self, numbers: torch.Tensor, take: Callable[[float, float], None]) -> None:
         """Reduce a payload into the next slot; `take(lo, hi)` is called when the slots are read."""
+        with self._lock:
+            self._put(numbers, take)
+
+    def _put(self, numbers: torch.Tensor, take: Callable[[float, float], None]) -> None:
         blocks = self._blocks.setdefault((numbers.device, numbers.dtype), [])
         block = next((b for b in blocks if b.used < _SLOTS), None)
         if block is None:
@@ -53,6 +59,12 @@ class Slots:
 
     def drain(self) -> None:
         """Read every slot in use, hand the numbers out, then run the waiting events in order."""
+        with self._lock:
+            events = self._read()
+        for event in events:
+            event()
+
+    def _read(self) -> list[Callable[[], None]]:
         lists: dict[int, tuple[list[Any], list[Any]]] = {}
         for blocks in self._blocks.values():
             for block in blocks:
@@ -68,8 +80,7 @@ class Slots:
         for take, block, i in waiting:
             lows, highs = lists[id(block)]
             take(float(lows[i]), float(highs[i]))
-        for event in events:
-            event()
+        return events
 
     def forget(self) -> None:
         """Drop what waits without reading it."""

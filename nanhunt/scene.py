@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from . import coarse, finding, frames, probe
+from . import coarse, finding, frames, probe, sites
 from .finding import Finding, TensorStats
 from .verdict import Call, Origin, Rec
 
@@ -34,6 +34,8 @@ class Scene:
         self.optimizer: Any = None
         self.loss: float | None = None
         self._batch: list[tuple[str, str, torch.Tensor]] = []
+        self._first_batch: list[tuple[str, str, torch.Tensor]] = []
+        self.step_of_last_call = 0
         self._absorbed: dict[tuple[Any, ...], int] = {}
         self._cpu = True
 
@@ -44,9 +46,9 @@ class Scene:
         picked = []
         with torch.no_grad():
             for name, tensor in _inputs(args, kwargs):
-                if tensor.layout is not torch.strided or tensor.is_nested or tensor.device.type == "meta":
+                if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
                     continue
-                if type(tensor) is not torch.Tensor or tensor.numel() == 0 or tensor.is_quantized:
+                if tensor.device.type == "meta" or tensor.numel() == 0 or tensor.is_quantized:
                     continue
                 flat = (
                     tensor.detach().reshape(-1)
@@ -56,6 +58,8 @@ class Scene:
                 step = max(1, flat.numel() // _SAMPLE)
                 picked.append((name, str(tuple(tensor.shape)), flat[::step][:_SAMPLE].clone()))
         self._batch = picked
+        self._first_batch = self._first_batch or picked
+        self.step_of_last_call = self.step
         if self.judge.ops is not None:
             scaler = self.judge.scaling.scaler
             scale = float(scaler.get_scale()) if scaler is not None else None
@@ -64,16 +68,11 @@ class Scene:
 
     def batch_hash(self) -> str | None:
         """A short hash of the batch: shapes and up to 64 numbers of each tensor, by name."""
-        if not self._batch:
-            return None
-        digest = hashlib.blake2b(digest_size=8)
-        for name, shape, sample in sorted(self._batch, key=lambda item: item[0]):
-            digest.update(f"{name}{shape}".encode())
-            numbers = sample.cpu()
-            if numbers.dtype.is_complex:
-                numbers = torch.view_as_real(numbers.to(torch.complex128))
-            digest.update(numbers.to(torch.float64).numpy().tobytes())
-        return digest.hexdigest()
+        return _digest(self._batch)
+
+    def first_batch_hash(self) -> str | None:
+        """The same of the first batch that this watch has seen."""
+        return _digest(self._first_batch)
 
     # --- at the birth -----------------------------------------------------------------------------
 
@@ -146,10 +145,10 @@ class Scene:
         if origin.phase == "backward":
             if origin.call is not None and origin.call.site is not None:
                 return origin.call.site
-            return frames.user_site() if origin.tensor.startswith("grad of") and live else None
+            return sites.user_site() if origin.tensor.startswith("grad of") and live else None
         if origin.facts.get("before") is None and origin.call is not None and origin.call.site is not None:
             return origin.call.site
-        return frames.user_site() if live and not (origin.phase == "optimizer" and self.optimizer is None) else None
+        return sites.user_site() if live and not (origin.phase == "optimizer" and self.optimizer is None) else None
 
     def _name(self, origin: Origin, rec: Rec, module: nn.Module | None) -> str:
         if origin.phase == "input":
@@ -239,7 +238,7 @@ class Scene:
         stats: tuple[TensorStats, ...] = facts.get("tensors") or ()
         dtype = facts.get("dtype")
         word = coarse.cause(origin, stats, dtype)
-        line, text = frames.source(facts.get("site"))
+        line, text = sites.text(facts.get("site"))
         if call is None and origin.phase == "backward" and not origin.tensor.startswith("grad of"):
             line = text = None
         inside = call is not None and origin.phase not in ("input", "optimizer")
@@ -289,6 +288,19 @@ class Scene:
         with torch.no_grad():
             squares = [g.detach().double().square().sum().item() for g in grads if g is not None]
         return float(sum(squares) ** 0.5) if squares else None
+
+
+def _digest(batch: list[tuple[str, str, torch.Tensor]]) -> str | None:
+    if not batch:
+        return None
+    digest = hashlib.blake2b(digest_size=8)
+    for name, shape, sample in sorted(batch, key=lambda item: item[0]):
+        digest.update(f"{name}{shape}".encode())
+        numbers = sample.cpu()
+        if numbers.dtype.is_complex:
+            numbers = torch.view_as_real(numbers.to(torch.complex128))
+        digest.update(numbers.to(torch.float64).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _trail(rows: list[tuple[Call, list[Rec], list[Rec]]]) -> Iterator[finding.Call]:

@@ -15,7 +15,9 @@ import torch
 Site = tuple[str, int]
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_SKIPPED = (_TORCH, os.path.dirname(os.path.abspath(__file__)) + os.sep)
+_OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_DEMO = _OURS + "demo.py"  # stands for a user's program
+_SKIPPED = (_TORCH, _OURS)
 _STDLIB = tuple(os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib"))
 _SITE_PACKAGES = ("site-packages", "dist-packages")
 _GRAPH = os.path.join(_TORCH, "autograd", "graph.py")
@@ -38,7 +40,7 @@ def is_user(filename: str) -> bool:
             known = filename == "<stdin>" or filename.startswith("<ipython") or filename == "<string>"
         else:
             inside = filename.startswith(_STDLIB) and not any(part in filename for part in _SITE_PACKAGES)
-            known = not filename.startswith(_SKIPPED) and not inside
+            known = filename == _DEMO or (not filename.startswith(_SKIPPED) and not inside)
         _known[filename] = known
     return known
 

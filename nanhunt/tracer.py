@@ -56,7 +56,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.failures: list[str] = []
         self.loss_scale: float | None = None  # what the watch knows of a scaler
         self._on_host_read = on_host_read
-        self._stances: list[Any] = []
         self._owners = Owners(names)
         self._makers = Makers()
         self._nodes = Nodes(current_call)
@@ -101,7 +100,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def note_input(self, tensor: Tensor, name: str) -> None:
         """`tensor` came in from outside; should it be bad, `name` is what to call it."""
-        self._owners.note_input(tensor, name)
+        with torch._C.DisableTorchFunctionSubclass():
+            self._owners.note_input(tensor, name)
 
     def end_step(self) -> None:
         """The step is over: what comes now outside of modules is forward again."""
@@ -139,14 +139,13 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Tracer:
         # Compiled code is not looked into, and `fullgraph=True` raises under a mode: run it all eagerly.
-        self._stances.append(torch.compiler.set_stance("force_eager"))
-        self._stances[-1].__enter__()
+        internals.eager.hold()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._stances.pop().__exit__(*error)
+        internals.eager.drop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -155,28 +154,24 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if args and type(args[0]) in _NUMBERS and schema_of(func).takes_tensor:
             # TorchScript constants arrive as the numbers they wrap, which the op itself then refuses.
             args = (torch.tensor(args[0]), *args[1:])
-        run: Run | None = None
-        try:
-            run = self._before(func, args, kwargs)
-        except Exception as failure:
-            self._failed(failure)
-        try:
-            out = func(*args, **kwargs)
-        except Exception:
-            try:
-                self._lineage.died(run)
-            except Exception as failure:
-                self._failed(failure)
-            raise
-        read: tuple[Tensor, Birth] | None = None
-        if run is not None:
-            try:
-                read = self._after(run, out)
-            except Exception as failure:
-                self._failed(failure)
+        run: Run | None = self._quiet(self._before, func, args, kwargs)
+        out = func(*args, **kwargs)
+        read: tuple[Tensor, Birth] | None = self._quiet(self._after, run, out) if run is not None else None
         if read is not None and self._on_host_read is not None:
             self._on_host_read(*read)
         return out
+
+    def _quiet(self, look: Callable[..., Any], *args: Any) -> Any:
+        """Look at tensors so that no other mode, the user's, sees it; a failure is counted."""
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                if internals.foreign_modes():
+                    with internals.unseen_by_modes():
+                        return look(*args)
+                return look(*args)
+        except Exception as failure:
+            self._failed(failure)
+            return None
 
     def _failed(self, failure: Exception) -> None:
         if len(self.failures) < 100:

@@ -6,14 +6,16 @@ import fnmatch
 import functools
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from . import hooks
+from . import hooks, internals
 from .errors import NonFiniteError, UsageError, enabled
 from .finding import Finding
 from .judge import Judge
@@ -53,7 +55,7 @@ class Watch:
     """
 
     def __init__(self, model: nn.Module, options: dict[str, Any]) -> None:
-        self.model = model
+        self._model = weakref.ref(model)
         self.findings: list[Finding] = []
         self.finding: Finding | None = None
         self.errors: list[Exception] = []
@@ -65,8 +67,8 @@ class Watch:
         self._stance: Any = None
         self._theirs: Exception | None = None
         if options["compiled"] == "eager":
-            self._stance = torch.compiler.set_stance("force_eager")
-            self._stance.__enter__()
+            internals.eager.hold()
+            self._stance = internals.eager
         names = Names(model)
         self._judge = Judge(
             names,
@@ -100,9 +102,15 @@ class Watch:
         observer = self._observer
         for name in ("on_pre", "on_post", "on_gradient", "on_parameter"):
             setattr(observer, name, ops.hidden(getattr(observer, name)))
-        for name in ("_guarded", "_host_read", "_turn"):
+        for name in ("_guarded", "_host_read"):
             setattr(self, name, ops.hidden(getattr(self, name)))
         self._ops = self._judge.ops = ops
+        observer.own_modes = 1
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The watched model, for as long as somebody else keeps it."""
+        return self._model()
 
     @property
     def seen(self) -> int:
@@ -118,7 +126,11 @@ class Watch:
         self._select()
         if self._ops is not None:
             self._ops.enter()
-        attachment.parameters(self._named(), self._parameter_hook)
+        self._hook_parameters()
+
+    def _hook_parameters(self) -> None:
+        with internals.unseen_by_modes() if internals.foreign_modes(self._observer.own_modes) else nullcontext():
+            self._attachment.parameters(self._named(), self._parameter_hook)
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
         for path, module in self._observer.names.by_path.items():
@@ -142,13 +154,16 @@ class Watch:
             return
         try:
             if error is None:
-                self._judge.leaving()
-                self._observer.drain()
-                self._judge.end_step()
+                self._guarded(self._last_look)
             else:
                 self._died(error)
         finally:
             self.remove()
+
+    def _last_look(self) -> None:
+        self._judge.leaving()
+        self._observer.drain()
+        self._judge.end_step()
 
     def remove(self) -> None:
         """Take every hook off. What was found stays; the watch cannot be entered again."""
@@ -160,11 +175,13 @@ class Watch:
         if self._ops is not None:
             self._ops.leave()
             self.errors += [RuntimeError(text) for text in self._ops.tracer.failures]
-        self._attachment.remove()
+        with internals.unseen_by_modes() if internals.foreign_modes() else nullcontext():
+            self._attachment.remove()
+        self._observer.names.forget()
         if self in _active:
             _active.remove(self)
         if self._stance is not None:
-            self._stance.__exit__(None, None, None)
+            self._stance.drop()
         if self._unseen():
             warnings.warn(
                 "nanhunt saw a backward or an optimizer step, but no call of the model it watches: is the step "
@@ -182,6 +199,31 @@ class Watch:
                 stacklevel=2,
             )
 
+    # --- for hunt ---------------------------------------------------------------------------------
+
+    def returned(self, values: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """What the step gives back counts, when nothing else was found and no scaler accounts for it."""
+        self._guarded(self._returned, values)
+
+    def _returned(self, values: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._observer.drain()
+        if self.finding is not None or any(f.handled == "loss_scale" for f in self.findings):
+            return
+        self._scene.step = self._scene.step_of_last_call  # an optimizer may have ended it, and no other has begun
+        for path, tensor in values:
+            rec = self._observer.look(tensor, ("returned value", path), None, None, False)
+            if rec is not None:
+                self._observer.tell(True, self._judge.returned, (rec,), None, tensor)
+        self._observer.drain()
+
+    def first_batch_hash(self) -> str | None:
+        """The hash of what the model was first called with under this watch."""
+        return self._scene.first_batch_hash()
+
+    @property
+    def step_of_last_call(self) -> int:
+        return self._scene.step_of_last_call
+
     def _unseen(self) -> bool:
         """True when the model was trained and yet none of its calls passed a hook."""
         return self._observer.roots == 0 and (self.step > 0 or self._judge.stepped_back)
@@ -191,13 +233,17 @@ class Watch:
         if isinstance(error, NonFiniteError) or not isinstance(error, Exception):
             return
         try:
-            self._observer.drain()
+            self._guarded(self._observer.drain)
         except NonFiniteError:
             pass
-        suspect = self._judge.suspect()
-        if suspect is not None and self.finding is None:
-            suspect.settled = True
-            self._keep(self._scene.finding(suspect))
+        if self.finding is None:
+            suspect = self._judge.suspect()
+            if self._ops is not None:
+                suspect = self._ops.died_of() or suspect
+            if suspect is not None:
+                suspect.step = self.step
+                suspect.settled = True
+                self._keep(self._scene.finding(suspect))
         if self.finding is not None:
             error.nanhunt_finding = self.finding  # type: ignore[attr-defined]
             if sys.version_info >= (3, 11):
@@ -239,14 +285,8 @@ class Watch:
             self._failed(failure)
 
     def _guarded(self, event: Callable[..., None], *args: Any) -> None:
-        if self._closed or hooks.skip_here():
-            return
-        try:
-            event(*args)
-        except NonFiniteError:
-            raise
-        except Exception as failure:
-            self._failed(failure)
+        if not self._closed:
+            self._observer.guarded(event, *args)
 
     def _failed(self, failure: Exception) -> None:
         """A failure of the watch itself: counted, told when the watch ends; training goes on."""
@@ -290,7 +330,7 @@ class Watch:
         on = inside and self.step % every == 0
         if on and not self._observer.on and self.step:
             self._observer.names.refresh()
-            self._attachment.parameters(self._named(), self._parameter_hook)
+            self._hook_parameters()
         self._observer.on = on
 
     # --- hits ---------------------------------------------------------------------------------------
@@ -339,11 +379,27 @@ class Watch:
         return [w for w in later if w._observer.on and mine & set(w._observer.names.modules)]
 
 
+@contextmanager
+def outer_watches(*, looking: bool) -> Iterator[None]:
+    """While a hunt runs, the watches around it leave the stopping to it, and do not look at a step twice."""
+    outer = [(one, one._on_hit) for one in _active]
+    for one, on_hit in outer:
+        one._on_hit = "record" if on_hit == "raise" else on_hit
+        one._observer.aside = not looking
+    try:
+        yield
+    finally:
+        for one, on_hit in outer:
+            one._on_hit = on_hit
+            one._observer.aside = False
+
+
 class Nothing(Watch):
     """What `watch` gives when nanhunt is switched off by NANHUNT=0: it looks at nothing."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.findings, self.finding, self.errors = model, [], None, []
+        self._model = weakref.ref(model)
+        self.findings, self.finding, self.errors = [], None, []
         self.step, self._closed = 0, False
 
     @property
