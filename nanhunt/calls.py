@@ -105,6 +105,8 @@ class Calls:
     def begin(self, module: nn.Module, entry: Entry, running: Running, again: bool) -> tuple[Call, list[Rec]]:
         parent = running[-1][0] if running else None
         path = entry.aliases[0]
+        if again and parent is None and path in self.last:  # it stands where it stood the first time
+            parent = self.last[path].parent
         if len(entry.aliases) > 1:
             path = common(parent.path if parent else "", entry.aliases)
         nth = self._counts.get(path, 0) + (not again)
@@ -117,7 +119,9 @@ class Calls:
         if not running:
             self.threads.add(threading.get_ident())
         running.append((call, taken))
-        self.last[path] = call
+        call.again = again
+        if not again:
+            self.last[path] = call
         return call, taken
 
     def end(self, module: nn.Module, running: Running) -> tuple[Call, list[Rec]] | None:
@@ -135,6 +139,10 @@ class Calls:
         entry = self._entries.get(call.module_id)
         if entry is not None:
             entry.kwargs = True
+
+    def first_run(self, call: Call | None) -> Call | None:
+        """Of a call that only recomputes: the call whose values were judged."""
+        return self.last.get(call.path, call) if call is not None and call.again else call
 
     def current(self) -> Call | None:
         """The innermost running call of this thread, None outside the model."""

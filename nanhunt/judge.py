@@ -135,15 +135,33 @@ class Judge:
         if call is not None:
             state = self.state.bad_before(call)
             if state is not None:
-                name, owner, state_kinds, what = state
-                origin = Origin("state", call, state_kinds, name, owner=owner)
-                origin.facts["what"] = what
-                return self.born(origin, rec, tensor, module, hand)
+                return self._bad_state(call, state, rec, tensor, module, hand)
         origin = Origin("forward", call, kinds, "output" if before is None else "input")
         origin.facts["before"] = before
         builtin = before is None and call is not None and call.builtin
-        origin.literal = literals.intended(tensor, kinds, builtin, rec.node)
+        origin.literal = literals.intended(tensor, kinds, builtin, rec.node) or (
+            call is not None and before is None and "nan" not in kinds and self.state.meant(call)
+        )
         return self.born(origin, rec, tensor, module, hand)
+
+    def _bad_state(
+        self,
+        call: Call | None,
+        state: tuple[str, str, tuple[str, ...], str],
+        rec: Rec | None,
+        tensor: Any,
+        module: Any = None,
+        hand: Any = None,
+    ) -> Origin:
+        name, owner, kinds, what = state
+        origin = Origin("state", call, kinds, name, owner=owner)
+        origin.facts["what"] = what
+        return self.born(origin, rec, tensor, module, hand)
+
+    def _suspect(self, call: Call) -> bool:
+        """True for a call that something bad had reached in forward, or that reads bad weights."""
+        judged = self.observer.calls.first_run(call) or call
+        return any(not o.literal for o in judged.own) or self.state.bad_before(judged) is not None
 
     def born(self, origin: Origin, rec: Rec | None, tensor: Any, module: Any, hand: Any) -> Origin:
         """Take the numbers of a new origin while its tensors are in hand."""
@@ -197,7 +215,7 @@ class Judge:
         self.alert = True
         if self._first is None:
             kinds = self.kinds(reading, grad)
-            self._first = self._in_backward(blame(rec, kinds), rec, kinds, reading, grad, "grad_input")
+            self._first = self._in_backward(blame(rec, kinds, self._suspect), rec, kinds, reading, grad, "grad_input")
         if rec.leaf:
             self._harmful(self._first, grad)
 
@@ -209,7 +227,7 @@ class Judge:
         if self._first is None:
             if key in self.bad_grads:  # still bad from an earlier backward of this step
                 return
-            call = self._user_of(key, name)
+            call = self.user_of(key, name)
             kinds = self.kinds(reading, grad)
             if self._twice and "nan" in kinds and call is not None and call.steady:
                 call = None  # of a linear map only the derivative of its own gradient can be undefined
@@ -217,32 +235,35 @@ class Judge:
         self.bad_grads.add(key)
         self._harmful(self._first, grad)
 
-    def _user_of(self, key: int, name: str) -> Call | None:
+    def user_of(self, key: int, name: str) -> Call | None:
         """The call that used a parameter: it was handed it, or owns it, or holds the module that owns it."""
         takers = self.observer.param_takers.get(key)
         if takers:
             return takers[-1]
         ran = [self.observer.calls.last.get(owner) for _, owner in self.names.owners.get(key, [])]
         used = [c for c in ran if c is not None]
-        if used:
-            return max(used, key=lambda c: c.grad if c.grad is not None else -1.0)
+        if used:  # a module of torch.nn reads what it owns; a container may only have handed it to a child
+            return max(used, key=lambda c: (c.builtin, c.grad if c.grad is not None else -1.0))
         owner = name.rpartition(".")[0]
         while owner:
-            owner = owner.rpartition(".")[0]
             if owner in self.observer.calls.last:
                 return self.observer.calls.last[owner]
+            owner = owner.rpartition(".")[0]
         return self.observer.calls.last.get("")
 
     def _in_backward(
         self, call: Call | None, rec: Rec | None, kinds: tuple[str, ...], reading: Rec, grad: Any, tensor: str
     ) -> Origin:
-        for origin in self.origins:  # the derivative reads a value that forward had thrown away
-            if origin.settled or origin.literal or origin.phase == "backward":
+        # The derivative may read a value that forward had thrown away: then that one is the first.
+        judged = self.observer.calls.first_run(call)
+        for known in (judged.own if judged is not None else self.outside) + self.origins:
+            if known.settled or known.literal or known.phase == "backward":
                 continue
-            if call is not None and origin.call is call:
-                return origin
-            if origin.rec is not None and call is not None and call in origin.rec.takers:
-                return origin
+            if judged is None or known in judged.own or known.call is judged:
+                return known
+        state = self.state.bad_before(judged) if judged is not None else None
+        if state is not None:
+            return self._bad_state(judged, state, rec, grad)
         origin = Origin("backward", call, kinds, tensor)
         return self.born(origin, rec, grad, None, reading)
 
@@ -282,7 +303,7 @@ class Judge:
         self.alert = True
         if self._first is None:
             name = f"grad of {owners[0][0]}" if owners else "grad_input"
-            call = self._user_of(key, owners[0][0]) if owners else None
+            call = self.user_of(key, owners[0][0]) if owners else None
             self._first = self._in_backward(call, None, self.kinds(reading, grad), reading, grad, name)
         self._harmful(self._first, grad)
 
@@ -290,6 +311,8 @@ class Judge:
 
     def end_step(self) -> None:
         """Settle what is left: nothing has confirmed it, so it was absorbed."""
+        if self.observer.on and self.observer.calls.ran:
+            self.state.standing()
         self.scaling.end_step()
         for origin in self.origins:
             if not origin.settled:

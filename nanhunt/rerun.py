@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from .calls import Calls
@@ -57,8 +58,29 @@ class Shadow:
                 return
 
 
-def possible(module: nn.Module, calls: Calls) -> bool:
-    """True when running a module again can leave no trace: no process group, no other thread, no hooks of the user."""
+_HARMLESS = (
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    bool,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.memory_format,
+    torch.layout,
+)
+
+
+def possible(module: nn.Module, args: Any, calls: Calls) -> bool:
+    """True when running a module again can leave no trace.
+
+    Not with a process group, another thread inside the model, hooks of the user, or an argument (a cache) that
+    the module may write into.
+    """
+    if not all(isinstance(arg, (torch.Tensor, *_HARMLESS)) for arg in pytree.tree_leaves(args)):
+        return False
     if len(calls.threads) > 1:
         return False
     if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -84,7 +106,8 @@ def rerun(shadow: Shadow, module: nn.Module, call: Call, args: Any, kwargs: Any)
     try:
         if entry is not None:
             shadow.calls.begin(module, entry, running, again)
-        with shadow.tracer:
+        # Hooks on saved tensors, a checkpoint's among them, are to see what the program saves and no more.
+        with saved_tensors_hooks(lambda t: t, lambda t: t), shadow.tracer:
             for name, (_, tensor) in zip(names, leaves((args, kwargs))):
                 shadow.tracer.note_input(tensor, name)
             out = module.forward(*args, **kwargs)

@@ -115,10 +115,10 @@ class Scene:
         from .rerun import Shadow, possible, rerun  # loads the op level, which a healthy run never needs
 
         call = origin.call
-        if call is None or origin.literal:
-            return
+        if call is None or origin.literal or self._absorbed.get(self._signature(origin)):
+            return  # a value that was harmless before: the program is not run twice for it
         ran = next((one for one in frames.running() if id(one[0]) == call.module_id), None)
-        if ran is None or not possible(ran[0], self.observer.calls):
+        if ran is None or not possible(ran[0], ran[1:], self.observer.calls):
             return
         shadow = Shadow(self.observer.names, origin.facts.get("before"))
         self.observer.shadow = shadow
@@ -126,7 +126,8 @@ class Scene:
             known = rerun(shadow, ran[0], call, ran[1], ran[2])
         finally:
             self.observer.shadow = None
-        if known is not None and known["kind"] is not None:
+        # What the first run has written, running statistics for one, the second finds there already.
+        if known is not None and known["phase"] == origin.phase:
             origin.facts["op_level"] = known
             origin.literal = known["literal"]
 

@@ -24,6 +24,8 @@ class State:
         self._names, self._judge = names, judge
         self._seen: dict[str, tuple[int, int, tuple[str, ...]]] = {}  # name -> (id, version, kinds)
         self._bad_moments: set[tuple[str, str | None]] = set()  # optimizer state that was bad once
+        self._at_start: set[str] = set()  # names of what was bad when it was first looked at
+        self._told: set[str] = set()
         self.optimizer_ran = False  # in this step
 
     # --- parameters and buffers -------------------------------------------------------------------
@@ -54,17 +56,54 @@ class State:
         child that ran inside the call was read there, and would have shown in what that child gave back.
         """
         prefix = call.path + "." if call.path else ""
+        takers = self._judge.observer.param_takers
+        handed = {n for key, calls in takers.items() if call in calls for n, _ in self._names.owners.get(key, [])}
         for name, (_, _, kinds) in self._seen.items():
-            if not kinds or not name.startswith(prefix):
+            if not kinds or not (name.startswith(prefix) or name in handed):
                 continue
             buffer = name in self._names.buffers
             if buffer and "nan" not in kinds:
                 continue
             owner = name.rpartition(".")[0]
             child = self._judge.observer.calls.last.get(owner)
-            if owner == call.path or child is None or not child.inside(call):
+            if owner == call.path or name in handed or child is None or not child.inside(call):
                 return name, owner, kinds, "buffer" if buffer else "parameter"
         return None
+
+    def meant(self, call: Call) -> bool:
+        """True when a buffer of the call's own module holds an infinity: it may stand there on purpose."""
+        prefix = call.path + "." if call.path else ""
+        return any(
+            kinds and "nan" not in kinds and name.rpartition(".")[0] == call.path and name in self._names.buffers
+            for name, (_, _, kinds) in self._seen.items()
+            if name.startswith(prefix)
+        )
+
+    def standing(self) -> None:
+        """At the end of a step: what was bad before it, and that no value of the step has shown.
+
+        An unread row of an embedding, the running variance of a norm in training: nothing is harmed yet.
+        """
+        judge = self._judge
+        for name, (_, _, kinds) in list(self._seen.items()):
+            buffer = name in self._names.buffers
+            if not kinds or name in self._told or (buffer and "nan" not in kinds):
+                continue
+            if not buffer and name not in self._at_start:
+                continue
+            self._told.add(name)
+            owner = name.rpartition(".")[0]
+            if judge.faulted() or name not in self._at_start:
+                continue
+            tensor = self._tensor(name)
+            origin = Origin("state", judge.user_of(id(tensor), name), kinds, name, owner=owner)
+            origin.facts["what"] = "buffer" if buffer else "parameter"
+            judge.confirm(judge.born(origin, None, tensor, None, None), tensor)
+
+    def _tensor(self, name: str) -> torch.Tensor | None:
+        owner, _, short = name.rpartition(".")
+        found = getattr(self._names.by_path.get(owner), short, None)
+        return found if isinstance(found, torch.Tensor) else None
 
     def _parameters(self) -> _Named:
         for path, module in self._names.by_path.items():
@@ -104,6 +143,8 @@ class State:
         kinds = judge.kinds(rec, tensor) if rec.bad else ()
         key, version, before = self._seen[name]
         self._seen[name] = (key, version, kinds)
+        if at_start and kinds:
+            self._at_start.add(name)
         if at_start or not kinds or set(kinds) <= set(before) or "nan" in before:
             return
         if what == "buffer" and "nan" not in kinds and not judge.origins:

@@ -17,9 +17,13 @@ which was *fed* to the culprit: the deepest call that took the tensor, or the co
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from . import numerics
+
+_LARGE_WEIGHT = 1e6
 KINDS = ("nan", "+inf", "-inf")
 
 
@@ -27,6 +31,7 @@ class Call:
     """One run of a watched module. `own` holds the origins that reached its own code so far."""
 
     __slots__ = (
+        "again",
         "builtin",
         "grad",
         "incoming",
@@ -47,6 +52,7 @@ class Call:
         self.own: list[Origin] = []
         self.grad: float | None = None  # largest |gradient| that came back to its outputs
         self.incoming = 0.0  # at most so large is the sum of those |gradients|
+        self.again = False  # a checkpoint runs it once more, inside the backward
         self.builtin = False  # a module of torch.nn
         self.steady = False  # a module whose derivative can only overflow, never be undefined
 
@@ -134,13 +140,13 @@ def settle(kinds: tuple[str, ...], reached: list[Origin]) -> Origin | None:
                 origin.carried.update(kinds)
                 return origin
         return None
-    for origin in reached:
+    computed = [origin for origin in reached if not origin.literal]
+    for origin in (*computed, *reached):
         if not origin.carried.isdisjoint(kinds):
             return origin
-    for origin in reached:
-        if not origin.literal:
-            origin.carried.update(kinds)
-            return origin
+    for origin in computed:
+        origin.carried.update(kinds)
+        return origin
     return None
 
 
@@ -149,19 +155,28 @@ def deepest(calls: list[Call]) -> list[Call]:
     return [c for c in calls if not any(other.inside(c) for other in calls if other is not c)]
 
 
-def blame(rec: Rec, kinds: tuple[str, ...]) -> Call | None:
+def blame(rec: Rec, kinds: tuple[str, ...], suspect: Callable[[Call], bool] = lambda call: False) -> Call | None:
     """The call whose backward made the bad gradient of `rec`; None: the code around the model.
 
-    The gradient of a tensor is the sum over all that used it, so with several users the choice rests
-    on what each can do: a linear map fed with finite gradients can overflow, it cannot make a NaN.
+    Only a call that got a gradient back can have sent one on. The gradient of a tensor is the sum over all that
+    used it, so with several users the choice rests on what each can do: one that holds a bad value (`suspect`)
+    comes first, and a linear map that is fed with finite gradients can overflow, it cannot make a NaN.
     """
-    takers = [c for c in deepest(rec.takers) if c.grad is None or math.isfinite(c.grad)]
-    takers = [c for c in takers if c.grad is not None] or takers
-    if "nan" in kinds:
-        takers = [c for c in takers if not c.steady] or takers
+    used = [c for c in rec.takers if c not in rec.makers]  # one that gives back what it took has only handed it on
+    ran = [c for c in used if c.grad is not None and math.isfinite(c.grad)] or [c for c in used if c.grad is None]
+    takers = deepest(ran)
+    if len(takers) > 1:
+        able = [c for c in takers if suspect(c)] or [c for c in takers if not (c.steady and _harmless(c, kinds, rec))]
+        takers = able or deepest([c for c in ran if c not in takers])
     if takers:
         return max(takers, key=lambda c: c.grad if c.grad is not None else -1.0)
     return None if rec.exits else rec.scope
+
+
+def _harmless(call: Call, kinds: tuple[str, ...], rec: Rec) -> bool:
+    """True when a linear map cannot have made this of the finite gradients it was given."""
+    limit = numerics.format_of(str(rec.dtype).removeprefix("torch."))
+    return "nan" in kinds or (limit is not None and call.incoming * _LARGE_WEIGHT < limit.max)
 
 
 def common(parent: str, aliases: list[str]) -> str:

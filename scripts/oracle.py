@@ -25,6 +25,7 @@ REASONS = {
     "planted module returns and reads itself; whose term is bad shows between operations only",
     "standing_inf": "an infinity that stands in a buffer is intent until it turns into a NaN; here it did harm "
     "without one, or turned in more than one module or in backward",
+    "mask_like": "a -inf that is added where no graph is recorded is what a mask is; only operations tell them apart",
     "computed_or_literal": "an infinity in the root's output that reaches no loss and no gradient: a fault if it was "
     "computed, none if it was a literal; module level sees no operations and cannot know",
 }
@@ -226,6 +227,8 @@ class Oracle:
             only_shown = plant.kind != "nan" and all(name.startswith("output") for name in harm)
             if detail == "module" and only_shown:
                 return Truth(excluded="computed_or_literal", harm=harm)
+            if detail != "op" and plant.kind == "-inf" and reached.graphless:
+                return Truth(excluded="mask_like", harm=harm)
             return Truth(harm=harm, phase="forward", modules=(plant.path,), kinds=(plant.kind,))
         if detail == "op":
             return Truth(harm=harm, phase="backward", modules=(plant.path,), kinds=(plant.kind,))

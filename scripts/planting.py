@@ -120,6 +120,18 @@ def with_fault(tensor: Tensor, kind: str, at: int) -> Tensor:
     return tensor + (above / below).view(tensor.shape)
 
 
+class _BadOutput(torch.autograd.Function):
+    """In forward one element goes bad, as in an operator of one's own; in backward nothing happens."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, kind: str, at: int) -> Tensor:
+        return with_fault(tensor, kind, at)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None, None
+
+
 class _BadGradient(torch.autograd.Function):
     """Does nothing in forward; in backward one element of the gradient goes bad."""
 
@@ -139,6 +151,7 @@ class Reached:
 
     calls: int = 0
     planted: int = 0
+    graphless: int = 0  # of those, where no graph was recorded
     shares: dict[object, Tensor] = field(default_factory=dict)  # what the planted module alone sent into a gradient
     shared: set[object] = field(default_factory=set)  # gradients to which others added as well, or that it returns
 
@@ -185,7 +198,11 @@ def _planted_forward(
     old = found[plant.number(len(found), "leaf")]
     at = plant.number(old.numel(), "element")
     if plant.place == "output":
-        return swapped(output, old, with_fault(old, plant.kind, at))
+        # Where no graph is recorded, or a mask comes in, one more -inf looks meant to all that see no operations.
+        masked = any(bool((t == -math.inf).any()) for t in floating((args, kwargs)))
+        reached.graphless += masked or not (old.requires_grad and torch.is_grad_enabled())
+        bad_output: Any = _BadOutput.apply
+        return swapped(output, old, bad_output(old, plant.kind, at))
     if apart:
         reached.shared |= {key_of(t) for t in found if t is not old and t.grad_fn is not None}
     bad_gradient: Any = _BadGradient.apply

@@ -88,10 +88,31 @@ def test_of_several_users_a_linear_map_is_not_the_one_that_made_a_nan() -> None:
     root = call("")
     linear, root_fn = call("linear", root), call("sqrt", root)
     linear.steady, linear.grad, root_fn.grad = True, 100.0, 1.0
+    linear.incoming = 1e35
     rec = Rec("output", "float32", root, call("layer", root))
     rec.takers += [linear, root_fn]
     assert blame(rec, ("nan",)) is root_fn
-    assert blame(rec, ("+inf",)) is linear
+    assert blame(rec, ("+inf",)) is linear, "so much came in that it may have overflowed"
+    linear.incoming = 1.0
+    assert blame(rec, ("+inf",)) is root_fn
+
+
+def test_a_branch_that_got_no_gradient_back_has_sent_none_on() -> None:
+    root = call("")
+    block = call("block", root)
+    unused, block.grad = call("block.unused", block), 1.0
+    rec = Rec("output", "float32", root, call("layer", root))
+    rec.takers += [block, unused]
+    assert blame(rec, ("nan",)) is block
+
+
+def test_of_several_users_the_one_that_holds_a_bad_value_is_suspect() -> None:
+    root = call("")
+    left, right = call("left", root), call("right", root)
+    left.grad = right.grad = 1.0
+    rec = Rec("output", "float32", root, call("layer", root))
+    rec.takers += [left, right]
+    assert blame(rec, ("nan",), lambda c: c is right) is right
 
 
 def test_a_call_whose_own_gradient_was_bad_already_was_handed_it() -> None:
