@@ -10,11 +10,11 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from .errors import NanhuntError as NanhuntError
     from .errors import NonFiniteError as NonFiniteError
+    from .errors import NonFiniteWarning as NonFiniteWarning
     from .errors import UsageError as UsageError
     from .finding import Finding as Finding
     from .finding import TensorStats as TensorStats
     from .hunter import hunt as hunt
-    from .watcher import NonFiniteWarning as NonFiniteWarning
     from .watcher import Watch as Watch
     from .watcher import watch as watch
 
@@ -23,7 +23,7 @@ _WHERE = {
     "Finding": "finding",
     "NanhuntError": "errors",
     "NonFiniteError": "errors",
-    "NonFiniteWarning": "watcher",
+    "NonFiniteWarning": "errors",
     "TensorStats": "finding",
     "UsageError": "errors",
     "Watch": "watcher",

@@ -51,7 +51,7 @@ def explain(e: Evidence | None, cause: str | None, tensor: str, kind: str) -> Ve
         found = rule(e)
         if found is not None:
             why = found.why + phrases.trap(e) + phrases.autocast(e)
-            if not why.startswith(e.op):  # names of ops stay as they are written
+            if not why.startswith(e.op.removesuffix("_forward")):  # names of ops stay as they are written
                 why = why[:1].upper() + why[1:]
             return Verdict(found.cause, why, advice.of(found.cause, e, *found.special))
     why = f"{phrases.op(e)} gave {phrases.many(e)} from {phrases.operands(e)}."
@@ -67,7 +67,7 @@ def _stood(e: Evidence, cause: str, tensor: str) -> Verdict:
         why = f"{name} held {phrases.many(e)} when it came in; no module is to blame."
     else:
         what = "parameter" if cause == "bad_parameter" else "buffer"
-        why = f"The {what} {tensor} held {phrases.many(e)} already; this op is the first to read it."
+        why = f"The {what} {tensor} already held {phrases.many(e)}; this op is the first to read it."
     return Verdict(cause, why, advice.of(cause, e))
 
 

@@ -37,6 +37,10 @@ class NonFiniteError(FloatingPointError):
         return str(self.finding)
 
 
+class NonFiniteWarning(RuntimeWarning):
+    """What `on_hit="warn"` says, and what a watch could not look at."""
+
+
 def enabled() -> bool:
     """What the switch NANHUNT says: False turns every front door into a no-op."""
     value = os.environ.get("NANHUNT", "1")

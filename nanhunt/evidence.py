@@ -27,6 +27,8 @@ class Row:
     all_neg_inf: int = 0  # how many rows hold nothing but -inf
     pos_inf: int = 0  # how many rows hold a +inf
     rows: int = 1
+    first: tuple[int, ...] | None = None  # which row holds nothing but -inf
+    dims: tuple[int, ...] = ()  # over which it is reduced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +53,7 @@ class Evidence:
     lost: Lost | None = None
     row: Row | None = None
     autocast: str | None = None  # the dtype that autocast chose
-    given: str | None = None  # the dtype before autocast chose another
+    given: str | None = None  # the dtype before autocast chose another; None when an op before this one had it already
     loss_scale: float | None = None
     scaling: bool = False  # the loss was being multiplied by the loss scale
     absorbed_by: tuple[str, ...] = ()  # ops that threw the bad forward output of the same op away

@@ -60,13 +60,18 @@ def divided(e: Evidence) -> Ruling | None:
     if GUARDS.intersection(e.absorbed_by):
         return Ruling("singular_gradient", f"{what} {zeros}.", ("where",))
     if e.lost is not None:
-        return Ruling("underflow", f"{what} The zero is an eps that was rounded away: {phrases.lost(e)}.", ("eps",))
+        why = f"{what} The zero is an eps that was rounded away: {phrases.lost(e)}."
+        return Ruling("underflow", why, ("update" if e.phase == "optimizer" else "eps",))
     if role in e.whole and divisor is not None and divisor.zero != divisor.numel:
         return Ruling("zero_division", f"{what} {zeros} and all are whole numbers: a count of nothing.", ("count",))
     if e.zero_from in VANISH:
         zeros += f"; it comes from {e.zero_from}, which rounds small results to 0"
     named = divisor is not None and divisor.name is not None
-    return Ruling("zero_division", f"{what} {zeros}.", ("constant" if named else "divisor",))
+    special: tuple[str, ...] = ("constant" if named else "divisor",)
+    if role == "self":
+        positive = e.op == "rsqrt" or (divisor is not None and divisor.min is not None and divisor.min >= 0)
+        special = ("pow" if e.op == "pow" else "root" if positive else "signed",)
+    return Ruling("zero_division", f"{what} {zeros}.", special)
 
 
 def _zeros(divisor: TensorStats | None) -> str:
@@ -143,11 +148,13 @@ def normed(e: Evidence) -> Ruling | None:
     eps = e.scalars.get("eps", 0.0)
     var = next((t for t in e.tensors if t.role == "running_var"), None)
     if var is not None and var.min is not None and eps + var.min < 0:
-        return Ruling("domain", f"{e.op}: {var.name or 'running_var'} is negative ({fmt(var.min)}).", ("sqrt",))
+        why = f"{e.op}: {var.name or 'running_var'} is negative ({fmt(var.min)})."
+        return Ruling("domain", why, ("variance",))
     if phrases.largest_operand(e) > 1e18:
-        return Ruling("overflow", f"{e.op}: the squares of {fmt(phrases.largest_operand(e))} leave the range.")
+        why = f"{e.op}: the squares of {fmt(phrases.largest_operand(e))} leave the range."
+        return Ruling("overflow", why, ("squares",))
     why = f"{e.op} of a constant row: variance 0, eps = {fmt(eps)}: 0 / 0 ({many(e)})."
-    return Ruling("zero_division", why, ("eps",))
+    return Ruling("zero_division", why, ("norm_eps",))
 
 
 def met_inf(e: Evidence) -> Ruling | None:
@@ -190,10 +197,17 @@ def large(e: Evidence) -> Ruling | None:
     infinite = "nan" not in e.kinds
     if infinite or phrases.too_large(e) or ((_multiplies(e) or e.op in SUMS) and e.exact is None):
         what = "left the range" if infinite else "left the range on the way"
-        family = "product" if _multiplies(e) else "sum" if e.op in SUMS else "mask" if _masks(e) else "range"
         why = f"{e.op} {what}: {would_be(e)} ({phrases.operands(e)}; {many(e)})."
-        return Ruling("overflow", why, (family,))
+        return Ruling("overflow", why, (_family(e),))
     return None
+
+
+def _family(e: Evidence) -> str:
+    if _multiplies(e):
+        return "range" if e.op in ("prod", "cumprod") else "product"
+    if e.op in SUMS:
+        return "squares" if "norm" in e.op or e.op.startswith(("var", "std")) else "sum"
+    return "mask" if _masks(e) else "range"
 
 
 def _multiplies(e: Evidence) -> bool:
@@ -211,7 +225,7 @@ def last(e: Evidence) -> Ruling | None:
         return None
     if e.exact is not None and math.isfinite(e.exact):
         why = f"{e.op}: float64 gives {fmt(e.exact)}, {e.dtype} rounds to zero on the way ({many(e)})."
-        return Ruling("underflow", why, ("eps",))
+        return Ruling("underflow", why)
     if "nan" in e.kinds:
         return Ruling("domain", f"{e.op} is not defined for {phrases.operands(e)}: {many(e)}.")
     return None

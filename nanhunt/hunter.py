@@ -16,6 +16,7 @@ from . import ranks
 from .errors import NonFiniteError, UsageError, enabled
 from .finding import Finding
 from .leaves import leaves
+from .options import is_compiled, trained_with
 from .replay import Snapshot
 from .watcher import outer_watches, watch
 
@@ -87,7 +88,7 @@ class _Hunt:
     ) -> None:
         self._step, self._model, self._optimizer, self._scaler = step, model, optimizer, scaler
         self._together = ranks.together()
-        self._compiled = any(_compiled(module) for module in model.modules())
+        self._compiled = any(is_compiled(module) for module in model.modules())
         self._snapshot = Snapshot(model, optimizer, scaler, restore, args=step.args, kwargs=step.keywords)
 
     def run(self) -> Finding | None:
@@ -216,10 +217,6 @@ def _numbers(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, torch
 # --- arguments ------------------------------------------------------------------------------------
 
 
-def _compiled(module: nn.Module) -> bool:
-    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
-
-
 def _checked(step: Any, model: Any, optimizer: Any, scaler: Any, restore: Any) -> nn.Module:
     if not callable(step):
         raise UsageError(
@@ -230,10 +227,7 @@ def _checked(step: Any, model: Any, optimizer: Any, scaler: Any, restore: Any) -
         raise UsageError("hunt needs to know what to watch: nanhunt.hunt(step, batch, model=model)")
     if not isinstance(model, nn.Module):
         raise UsageError(f"model is a {type(model).__name__}: pass the torch.nn.Module that the step runs")
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(f"optimizer is a {type(optimizer).__name__}: pass a torch.optim.Optimizer, or leave it out")
-    if scaler is not None and not hasattr(scaler, "get_scale"):
-        raise UsageError(f"scaler is a {type(scaler).__name__}: pass a torch.amp.GradScaler, or leave it out")
+    trained_with(optimizer, scaler)
     if not isinstance(restore, (list, tuple, set, frozenset)):
         raise UsageError(f"restore is a {type(restore).__name__}: give a tuple of objects, such as restore=(ema,)")
     return model

@@ -79,6 +79,11 @@ def autocast_depth() -> int:
     return int(depth)
 
 
+def autocast_dtype(t: torch.Tensor) -> bool:
+    """Whether autocast is open and `t` has the dtype that it casts to."""
+    return autocast_depth() > 0 and t.dtype is torch.get_autocast_dtype(t.device.type)
+
+
 def foreign_modes(ours: int = 0) -> bool:
     """True when a mode of the user would see what we do with tensors; `ours` dispatch modes are our own."""
     return bool(_dispatch_modes() > ours or _function_modes() > 0)

@@ -97,7 +97,9 @@ def _parts(obj: Any, deep: bool) -> list[tuple[str, Any]]:
             return [(f".{name}", part) for name, part in zip(names, obj, strict=True)]
     if issubclass(kind, (tuple, list, deque)):
         return [(f"[{i}]", part) for i, part in enumerate(islice(obj, _MOST_VISITS))]
-    if issubclass(kind, (dict, MappingProxyType)):
+    if issubclass(kind, dict):
+        return [(f"[{key!r}]", part) for key, part in islice(dict.items(obj), _MOST_VISITS)]
+    if issubclass(kind, MappingProxyType):
         return [(f"[{key!r}]", part) for key, part in islice(obj.items(), _MOST_VISITS)]
     if issubclass(kind, UserDict):  # another mapping may compute what it gives when it is read
         return [(f"[{key!r}]", part) for key, part in islice(obj.data.items(), _MOST_VISITS)]

@@ -39,6 +39,7 @@ class Makers:
 
     def __init__(self) -> None:
         self._of: dict[int, Maker] = {}
+        self.cast_at: set[int] = set()  # depths of autocast at which it has cast something down
 
     def put(
         self, t: torch.Tensor, base: str, scalars: tuple[float, ...], inputs: list[torch.Tensor], site: Site | None
@@ -90,7 +91,7 @@ class Makers:
         return None
 
     def narrowed(self, t: torch.Tensor) -> torch.dtype | None:
-        """The dtype that `t` was cast from, when a cast made it."""
+        """The dtype that `t` was cast from, when autocast cast it."""
         maker = self.of(t)
         if maker is None or maker.base != "to_copy":
             return None

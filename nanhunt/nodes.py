@@ -43,13 +43,13 @@ class Nodes:
         if run.task != -1 and run.task != self._task:
             self._task = run.task
             self._guess_scale(run)
-        if run.task != -1 and not torch.is_grad_enabled():
-            return
         if not any(t.requires_grad for t in run.tensors):
             return
         number = internals.newest_node()
         table = self._of.setdefault(threading.get_ident(), {})
         if number >= 0 and number not in table:
+            if run.task != -1 and not torch.is_grad_enabled() and not sites.inside_backward().again:
+                return  # a derivative; but a recomputation runs the forward of the user's own function without grad
             table[number] = self._made(run)
             if len(table) > _MOST:
                 del table[next(iter(table))]

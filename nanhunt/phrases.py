@@ -91,4 +91,6 @@ def trap(e: Evidence) -> str:
 def autocast(e: Evidence) -> str:
     if e.autocast is None:
         return ""
+    if e.given is None:
+        return f" Autocast is on, and the operands are {e.autocast} by now."
     return f" The operands are {e.given}; autocast computes this op in {e.autocast}."

@@ -98,7 +98,7 @@ class State:
             tensor = self._tensor(name)
             origin = Origin("state", judge.user_of(id(tensor), name), kinds, name, owner=owner)
             origin.facts["what"] = "buffer" if buffer else "parameter"
-            judge.confirm(judge.born(origin, None, tensor, None, None), tensor)
+            judge.confirm(judge.born(origin, None, tensor, None, None))  # no op of the step has shown it
 
     def _tensor(self, name: str) -> torch.Tensor | None:
         owner, _, short = name.rpartition(".")

@@ -155,7 +155,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # TorchScript constants arrive as the numbers they wrap, which the op itself then refuses.
             args = (torch.tensor(args[0]), *args[1:])
         run: Run | None = self._quiet(self._before, func, args, kwargs)
-        out = func(*args, **kwargs)
+        try:
+            out = func(*args, **kwargs)
+        except Exception:
+            self._quiet(self._lineage.died, run)
+            raise
         read: tuple[Tensor, Birth] | None = self._quiet(self._after, run, out) if run is not None else None
         if read is not None and self._on_host_read is not None:
             self._on_host_read(*read)
@@ -230,7 +234,13 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return None
 
     def _note_maker(self, run: Run, t: Tensor) -> None:
-        constants = code_of(run.args[0].dtype) if run.schema.base == "to_copy" else run.constants()
+        if run.schema.base == "to_copy":
+            cast = internals.autocast_dtype(t)
+            constants = code_of(run.args[0].dtype) if cast else ()
+            if cast:
+                self._makers.cast_at.add(internals.autocast_depth())
+        else:
+            constants = run.constants()
         site = sites.user_site() if constants else None
         self._makers.put(t, run.schema.base, constants, run.tensors, site)
 

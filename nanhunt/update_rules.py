@@ -11,6 +11,14 @@ from .forward_rules import Ruling
 from .numerics import fmt, format_of
 from .phrases import many, would_be
 
+# What to do about a derivative, where it is not what is done about the op itself.
+_POINTS = {
+    "std": "constant_std", "std_mean": "constant_std", "atan2": "origin", "hypot": "origin",
+    "linalg_eigh": "spectrum", "linalg_eig": "spectrum", "linalg_svd": "spectrum",
+    "linalg_qr": "linalg", "linalg_cholesky_ex": "linalg", "linalg_inv_ex": "linalg", "linalg_det": "linalg",
+    "linalg_solve_ex": "linalg", "linalg_slogdet": "linalg", "log_softmax": "logsumexp", "softmax": "logsumexp",
+    "weight_norm_interface": "weight_norm", "log2": "log", "log10": "log", "log1p": "log",
+}  # fmt: skip
 _DIVISIONS = ("div", "reciprocal", "true_divide", "divide")
 
 
@@ -48,7 +56,8 @@ def singular(e: Evidence) -> Ruling | None:
         why += " The gradient that came back there is 0, and 0 * inf is NaN."
     if e.lost is not None:
         why += f" The zero: {phrases.lost(e)}."
-    return Ruling("singular_gradient", why, (e.forward,))
+    special = ("double", e.forward) if GUARDS.intersection(e.absorbed_by) else (_POINTS.get(e.forward, e.forward),)
+    return Ruling("singular_gradient", why, ("eps", *special) if e.lost is not None else special)
 
 
 def _singular(e: Evidence) -> bool:

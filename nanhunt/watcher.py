@@ -16,31 +16,21 @@ import torch
 from torch import nn
 
 from . import hooks, internals
-from .errors import NonFiniteError, UsageError, enabled
+from .errors import NonFiniteError, NonFiniteWarning, UsageError, enabled
 from .finding import Finding
 from .judge import Judge
 from .naming import Names
 from .observer import Observer
+from .options import OnHit, Options, checked, refuse_compiled
 from .scene import Scene
-from .verdict import Origin
+from .verdict import KINDS, Origin
 
 if TYPE_CHECKING:
     from .oplevel import OpLevel
 
-OnHit = str | Callable[[Finding], object]
-
-_ON_HIT = ("raise", "warn", "record")
-_STOP = ("confirmed", "first")
-_DETAIL = ("auto", "module", "op")
-_COMPILED = ("error", "eager")
-_KINDS = ("nan", "+inf", "-inf")
 KEPT = 100  # findings a watch keeps
 
 _active: list[Watch] = []
-
-
-class NonFiniteWarning(RuntimeWarning):
-    """What `on_hit="warn"` says."""
 
 
 class Watch:
@@ -54,19 +44,19 @@ class Watch:
         errors: failures of the watch itself; training went on, and they are told when it is removed.
     """
 
-    def __init__(self, model: nn.Module, options: dict[str, Any]) -> None:
+    def __init__(self, model: nn.Module, options: Options) -> None:
         self._model = weakref.ref(model)
         self.findings: list[Finding] = []
         self.finding: Finding | None = None
         self.errors: list[Exception] = []
         self.step = 0
         self._options = options
-        self._optimizer = options["optimizer"]
+        self._optimizer = options.optimizer
         self._closed = False
-        self._on_hit: OnHit = options["on_hit"]
+        self._on_hit: OnHit = options.on_hit
         self._stance: Any = None
         self._theirs: Exception | None = None
-        if options["compiled"] == "eager":
+        if options.compiled == "eager":
             internals.eager.hold()
             self._stance = internals.eager
         names = Names(model)
@@ -75,22 +65,22 @@ class Watch:
             hit=self._hit,
             cleared=self._cleared,
             turn=self._turn,
-            stop_first=options["stop"] == "first",
+            stop_first=options.stop == "first",
         )
         self._observer = Observer(
             names,
             self._judge,
-            sites=options["detail"] != "module",
-            defer=options["defer"] and options["detail"] != "op",
-            at_once=options["detail"] == "op",
+            sites=options.detail != "module",
+            defer=options.defer and options.detail != "op",
+            at_once=options.detail == "op",
             failed=self._failed,
         )
-        self._scene = Scene(self._observer, self._judge, detail=options["detail"], rank=_rank())
+        self._scene = Scene(self._observer, self._judge, detail=options.detail, rank=_rank())
         self._scene.optimizer = self._optimizer
         self._judge.has_optimizer = self._optimizer is not None
         self._judge.observer, self._judge.scene = self._observer, self._scene
         self._ops: OpLevel | None = None
-        if options["detail"] == "op":
+        if options.detail == "op":
             self._trace(names)
         self._attach()
 
@@ -268,7 +258,7 @@ class Watch:
         self._guarded(self._optimizer_event, optimizer, after)
 
     def on_scaler(self, scaler: Any, what: str, before: Any, after: Any) -> None:
-        wanted = self._options["scaler"]
+        wanted = self._options.scaler
         if wanted is None or wanted is scaler:
             self._guarded(self._judge.scaling.event, scaler, what, before, after)
 
@@ -325,7 +315,7 @@ class Watch:
         self._select()
 
     def _select(self) -> None:
-        steps, every = self._options["steps"], self._options["every"]
+        steps, every = self._options.steps, self._options.every
         inside = steps is None or steps[0] <= self.step < steps[1]
         on = inside and self.step % every == 0
         if on and not self._observer.on and self.step:
@@ -362,9 +352,9 @@ class Watch:
 
     def _counts(self, origin: Origin) -> bool:
         path = origin.call.path if origin.call is not None else origin.owner or ""
-        if any(fnmatch.fnmatchcase(path, pattern) for pattern in self._options["allow"]):
+        if any(fnmatch.fnmatchcase(path, pattern) for pattern in self._options.allow):
             return False
-        return not origin.carried.isdisjoint(self._options["kinds"])
+        return not origin.carried.isdisjoint(self._options.kinds)
 
     def _keep(self, finding: Finding) -> None:
         if finding.handled is None and self.finding is None:
@@ -397,14 +387,12 @@ def outer_watches(*, looking: bool) -> Iterator[None]:
 class Nothing(Watch):
     """What `watch` gives when nanhunt is switched off by NANHUNT=0: it looks at nothing."""
 
+    seen = 0  # type: ignore[assignment]
+    step_of_last_call = 0  # type: ignore[assignment]
+
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
-        self.findings, self.finding, self.errors = [], None, []
-        self.step, self._closed = 0, False
-
-    @property
-    def seen(self) -> int:
-        return 0
+        self.findings, self.finding, self.errors, self.step = [], None, [], 0
 
     def __enter__(self) -> Watch:
         return self
@@ -413,6 +401,12 @@ class Nothing(Watch):
         return None
 
     def remove(self) -> None:
+        return None
+
+    def returned(self, values: object) -> None:
+        return None
+
+    def first_batch_hash(self) -> None:
         return None
 
 
@@ -424,7 +418,7 @@ def watch(
     on_hit: OnHit = "raise",
     stop: str = "confirmed",
     detail: str = "auto",
-    kinds: Iterable[str] = _KINDS,
+    kinds: Iterable[str] = KINDS,
     allow: Iterable[str] = (),
     steps: tuple[int, int] | None = None,
     every: int = 1,
@@ -458,74 +452,24 @@ def watch(
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"nanhunt.watch needs a torch.nn.Module, got {type(model).__name__}: pass the model itself")
-    _one_of("on_hit", on_hit, _ON_HIT, also="a callable that gets the Finding", fits=callable)
-    _one_of("stop", stop, _STOP)
-    _one_of("detail", detail, _DETAIL)
-    _one_of("compiled", compiled, _COMPILED)
-    kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds)
-    if not kinds:
-        raise UsageError(f"kinds is empty: name at least one of {', '.join(_KINDS)}")
-    for kind in kinds:
-        _one_of("kinds", kind, _KINDS)
-    allow = (allow,) if isinstance(allow, str) else tuple(allow)
-    if steps is not None and not (
-        isinstance(steps, tuple)
-        and len(steps) == 2
-        and all(isinstance(s, int) for s in steps)
-        and 0 <= steps[0] < steps[1]
-    ):
-        raise UsageError(f"steps={steps!r}: give a pair (first, end) with 0 <= first < end, such as steps=(100, 200)")
-    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-        raise UsageError(f"every={every!r}: give a whole number of steps, 1 or more")
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(f"optimizer is a {type(optimizer).__name__}: pass a torch.optim.Optimizer, or leave it out")
-    if scaler is not None and not hasattr(scaler, "get_scale"):
-        raise UsageError(f"scaler is a {type(scaler).__name__}: pass a torch.amp.GradScaler, or leave it out")
+    options = checked(
+        optimizer=optimizer,
+        scaler=scaler,
+        on_hit=on_hit,
+        stop=stop,
+        detail=detail,
+        kinds=kinds,
+        allow=allow,
+        steps=steps,
+        every=every,
+        compiled=compiled,
+        defer=_defer,
+    )
     if not enabled():
         return Nothing(model)
     if compiled == "error":
-        _refuse_compiled(model)
-    return Watch(
-        model,
-        {
-            "optimizer": optimizer,
-            "scaler": scaler,
-            "on_hit": on_hit,
-            "stop": stop,
-            "detail": detail,
-            "kinds": kinds,
-            "allow": allow,
-            "steps": steps,
-            "every": every,
-            "compiled": compiled,
-            "defer": _defer,
-        },
-    )
-
-
-def _one_of(
-    name: str,
-    value: Any,
-    legal: tuple[str, ...],
-    *,
-    also: str = "",
-    fits: Callable[[Any], bool] | None = None,
-) -> None:
-    if (isinstance(value, str) and value in legal) or (fits is not None and not isinstance(value, str) and fits(value)):
-        return
-    words = ", ".join(repr(word) for word in legal) + (f" or {also}" if also else "")
-    raise UsageError(f"{name}={value!r} is not known: use one of {words}")
-
-
-def _refuse_compiled(model: nn.Module) -> None:
-    for path, module in model.named_modules():
-        if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
-            name = path.replace("_orig_mod", "").strip(".") or "the model"
-            raise UsageError(
-                f"{name} ({type(module).__name__}) is compiled, and hooks inside a compiled graph are dead: use "
-                'nanhunt.watch(model, compiled="eager") to run it eagerly while it is watched, or watch the model '
-                "before torch.compile"
-            )
+        refuse_compiled(model)
+    return Watch(model, options)
 
 
 def _rank() -> int | None:

@@ -105,6 +105,10 @@ class Witness:
                     before = self._makers.narrowed(t)
                     if before is not None and before.itemsize > t.dtype.itemsize:
                         return _name(before), _name(t.dtype)
+            for operand in operands:
+                # A region with enabled=False is open too, but casts nothing.
+                if internals.autocast_dtype(operand.live) and internals.autocast_depth() in self._makers.cast_at:
+                    return None, _name(operand.live.dtype)
         return None, None
 
 
@@ -265,6 +269,8 @@ def _rows(t: Tensor, dims: list[int]) -> Row:
     return Row(
         length=math.prod(t.shape[d] for d in dims),
         all_neg_inf=int(empty.sum()),
+        first=tuple(empty.nonzero()[0].tolist()) if empty.any() else None,
+        dims=tuple(-1 if d == t.dim() - 1 else d for d in dims),
         pos_inf=int(hot.sum()),
         rows=max(1, empty.numel()),
     )

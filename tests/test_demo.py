@@ -102,7 +102,6 @@ def test_the_numbers_it_explains_are_those_of_its_table(told: Told) -> None:
         assert (largest > 65504 / 16) == (step >= warned)
 
 
-@pytest.mark.xfail(strict=True, reason="frames in nanhunt/demo.py are not taken for the user's")
 def test_the_page_shows_the_line_of_the_demo(told: Told) -> None:
     found, _ = told
     assert found is not None

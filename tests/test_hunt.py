@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from .hunted import FAULTS, MODELS, RECIPES, Program, bits, differences
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 from torch.optim import optimizer as optim_module
@@ -20,6 +19,8 @@ from nanhunt.errors import NonFiniteError, UsageError
 from nanhunt.finding import Finding
 from nanhunt.hunter import hunt
 from nanhunt.watcher import watch
+
+from .hunted import FAULTS, MODELS, RECIPES, Program, bits, differences
 
 
 @pytest.fixture(autouse=True)

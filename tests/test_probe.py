@@ -458,7 +458,7 @@ def paths(obj, **kwargs):
         (None, []),
         ("text", []),
         (3.0, []),
-        (Lazy(x=A), []),
+        (Lazy(x=A), ["['x']"]),  # its data is read, not what it would compute
         (iter([A]), []),
         (torch.nn.Linear(1, 1), []),
         (types.SimpleNamespace(x=A), []),

@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from .hunted import bits
 from torch import Tensor, nn
 
 from nanhunt import replay
 from nanhunt.errors import UsageError
 from nanhunt.replay import Snapshot
+
+from .hunted import bits
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.float8_e5m2, torch.bool]
 

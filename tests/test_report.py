@@ -12,7 +12,6 @@ import threading
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from .test_finding import findings
 
 from nanhunt.errors import UsageError
 from nanhunt.finding import Call, Finding, TensorStats
@@ -20,6 +19,8 @@ from nanhunt.numerics import headroom_bits, headrooms
 from nanhunt.report.files import read_findings, write_whole
 from nanhunt.report.lines import cells, clean, elide, wrap
 from nanhunt.report.text import page, title
+
+from .test_finding import findings
 
 # --- titles -----------------------------------------------------------------------------------------
 

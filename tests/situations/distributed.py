@@ -94,11 +94,11 @@ def ddp_static_graph_checkpoint(watch: Spans) -> object:
 
 @parallel()
 def ddp_compressed(watch: Spans) -> object:
-    """A communication hook that sends bfloat16."""
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+    """A communication hook that sends float16."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
     model = DistributedDataParallel(Net())
-    model.register_comm_hook(None, bf16_compress_hook)
+    model.register_comm_hook(None, fp16_compress_hook)
     return _loop(watch, model)
 
 

@@ -107,7 +107,7 @@ def world() -> World:
     state["gc"] = (gc.isenabled(), gc.get_threshold(), tuple(gc.callbacks))
     state["warnings"] = (tuple(warnings.filters), warnings.showwarning, warnings.formatwarning)
     names = (t.name for t in threading.enumerate())
-    state["threads"] = tuple(sorted(n for n in names if not n.startswith("QueueFeeder")))
+    state["threads"] = tuple(sorted(n for n in names if not n.startswith(("QueueFeeder", "ThreadPoolExecutor"))))
     state["environment"] = dict(os.environ)
     state["directory"] = os.getcwd()
     dynamo = sys.modules.get("torch._dynamo.eval_frame")

@@ -1,0 +1,100 @@
+"""What may be asked of a watch, and the words for what may not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import UsageError
+from .finding import Finding
+from .verdict import KINDS
+
+OnHit = str | Callable[[Finding], object]
+
+_ON_HIT = ("raise", "warn", "record")
+_STOP = ("confirmed", "first")
+_DETAIL = ("auto", "module", "op")
+_COMPILED = ("error", "eager")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The options of `nanhunt.watch`, checked."""
+
+    optimizer: torch.optim.Optimizer | None
+    scaler: Any
+    on_hit: OnHit
+    stop: str
+    detail: str
+    kinds: tuple[str, ...]
+    allow: tuple[str, ...]
+    steps: tuple[int, int] | None
+    every: int
+    compiled: str
+    defer: bool = False
+
+
+def checked(*, kinds: Iterable[str], allow: Iterable[str], **asked: Any) -> Options:
+    """The options, or a `UsageError` that names the legal values."""
+    _one_of("on_hit", asked["on_hit"], _ON_HIT, also="a callable that gets the Finding", fits=callable)
+    _one_of("stop", asked["stop"], _STOP)
+    _one_of("detail", asked["detail"], _DETAIL)
+    _one_of("compiled", asked["compiled"], _COMPILED)
+    kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds)
+    if not kinds:
+        raise UsageError(f"kinds is empty: name at least one of {', '.join(KINDS)}")
+    for kind in kinds:
+        _one_of("kinds", kind, KINDS)
+    steps, every = asked["steps"], asked["every"]
+    if steps is not None and not (
+        isinstance(steps, tuple)
+        and len(steps) == 2
+        and all(isinstance(s, int) for s in steps)
+        and 0 <= steps[0] < steps[1]
+    ):
+        raise UsageError(f"steps={steps!r}: give a pair (first, end) with 0 <= first < end, such as steps=(100, 200)")
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        raise UsageError(f"every={every!r}: give a whole number of steps, 1 or more")
+    trained_with(asked["optimizer"], asked["scaler"])
+    return Options(kinds=kinds, allow=(allow,) if isinstance(allow, str) else tuple(allow), **asked)
+
+
+def trained_with(optimizer: Any, scaler: Any) -> None:
+    """Refuse an optimizer or a scaler that is none."""
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(f"optimizer is a {type(optimizer).__name__}: pass a torch.optim.Optimizer, or leave it out")
+    if scaler is not None and not hasattr(scaler, "get_scale"):
+        raise UsageError(f"scaler is a {type(scaler).__name__}: pass a torch.amp.GradScaler, or leave it out")
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """True for what torch.compile gave, and for a module that `compile()` was called on."""
+    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def refuse_compiled(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        if is_compiled(module):
+            name = path.replace("_orig_mod", "").strip(".") or "the model"
+            raise UsageError(
+                f"{name} ({type(module).__name__}) is compiled, and hooks inside a compiled graph are dead: use "
+                'nanhunt.watch(model, compiled="eager") to run it eagerly while it is watched'
+            )
+
+
+def _one_of(
+    name: str,
+    value: Any,
+    legal: tuple[str, ...],
+    *,
+    also: str = "",
+    fits: Callable[[Any], bool] | None = None,
+) -> None:
+    if (isinstance(value, str) and value in legal) or (fits is not None and not isinstance(value, str) and fits(value)):
+        return
+    words = ", ".join(repr(word) for word in legal) + (f" or {also}" if also else "")
+    raise UsageError(f"{name}={value!r} is not known: use one of {words}")

@@ -1,0 +1,145 @@
+"""The shape of the package: what imports what, where hooks are registered, what an import costs."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import nanhunt
+
+PACKAGE = pathlib.Path(nanhunt.__file__).parent
+
+# From the ground up: a file imports only from lines above its own, at the top of the file.
+FLOORS = """
+numerics
+errors
+report.files
+report.lines
+report.table
+finding
+report.text
+verdict
+evidence
+families
+phrases
+advice
+forward_rules
+update_rules
+causes
+coarse
+leaves
+probe
+internals
+frames
+sites
+options
+naming
+literals
+hooks
+recorder
+schemas
+runs
+births
+marks
+owners
+makers
+nodes
+places
+witness
+lineage
+tracer
+calls
+oplevel
+ambient
+kept
+replay
+rerun
+scaling
+state
+judge
+observer
+scene
+watcher
+ranks
+hunter
+demo
+cli
+__main__
+""".split()
+
+# The half that knows nothing of torch.
+NO_TORCH = FLOORS[: FLOORS.index("leaves")]
+
+# `TYPE_CHECKING` imports name types; imports inside functions load what a healthy run does not need.
+LATE = {("finding", "report.text"), ("report.files", "finding")}
+
+
+def _name(path: pathlib.Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts)
+
+
+def _files() -> dict[str, pathlib.Path]:
+    return {_name(p): p for p in PACKAGE.rglob("*.py") if p.name != "__init__.py"}
+
+
+def _imports(path: pathlib.Path) -> set[str]:
+    """Modules of the package that a file imports when it is loaded."""
+    inside = path.parent.relative_to(PACKAGE).parts
+    found: set[str] = set()
+    for node in ast.parse(path.read_text()).body:
+        if not isinstance(node, ast.ImportFrom) or not node.level:
+            continue
+        base = inside[: len(inside) - node.level + 1]
+        stem = ".".join((*base, *(node.module or "").split("."))).strip(".")
+        names = [stem] if node.module else [".".join((*base, alias.name)) for alias in node.names]
+        if node.module and (PACKAGE / pathlib.Path(*stem.split("."))).is_dir():
+            names = [f"{stem}.{alias.name}" for alias in node.names]
+        found.update(names)
+    return found
+
+
+def test_every_file_has_its_floor() -> None:
+    assert sorted(_files()) == sorted(FLOORS)
+
+
+def test_a_file_imports_only_from_floors_below_it() -> None:
+    wrong = [
+        (name, other)
+        for name, path in _files().items()
+        for other in _imports(path)
+        if other in FLOORS and FLOORS.index(other) >= FLOORS.index(name) and (name, other) not in LATE
+    ]
+    assert wrong == []
+
+
+def test_the_walk_over_imports_sees_them() -> None:
+    """Guards the test above: it would pass on an empty answer."""
+    assert {"finding", "numerics"} <= _imports(PACKAGE / "report" / "text.py") | _imports(PACKAGE / "coarse.py")
+    assert "judge" in _imports(PACKAGE / "watcher.py")
+
+
+def test_the_ground_floors_know_nothing_of_torch() -> None:
+    code = f"import sys, importlib; [importlib.import_module('nanhunt.' + n) for n in {NO_TORCH!r}]; "
+    code += "sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_hooks_are_registered_in_one_file() -> None:
+    """Others that must look on do so through it; a snapshot has its own eye on optimizer steps, and takes it off."""
+    words = ("register_hook(", "register_module_forward", "register_post_accumulate", "register_optimizer_step")
+    found = {name for name, path in _files().items() if any(f".{w}" in path.read_text() for w in words)}
+    assert found <= {"hooks"}
+
+
+def test_no_file_is_a_book() -> None:
+    lengths = {name: len(path.read_text().splitlines()) for name, path in _files().items()}
+    assert {name: n for name, n in lengths.items() if n > 475} == {}
+
+
+def test_every_file_says_what_it_is_in_one_line() -> None:
+    for name, path in _files().items():
+        doc = ast.get_docstring(ast.parse(path.read_text()))
+        assert doc and len(doc.splitlines()[0]) < 120, name
