@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 import sys
 import warnings
@@ -18,6 +17,7 @@ from torch import nn
 from . import hooks, internals
 from .errors import NonFiniteError, NonFiniteWarning, UsageError, enabled
 from .finding import Finding
+from .hits import KEPT, Hits
 from .judge import Judge
 from .naming import Names
 from .observer import Observer
@@ -28,7 +28,6 @@ from .verdict import KINDS, Origin
 if TYPE_CHECKING:
     from .oplevel import OpLevel
 
-KEPT = 100  # findings a watch keeps
 
 _active: list[Watch] = []
 
@@ -46,16 +45,13 @@ class Watch:
 
     def __init__(self, model: nn.Module, options: Options) -> None:
         self._model = weakref.ref(model)
-        self.findings: list[Finding] = []
-        self.finding: Finding | None = None
+        self._hits = Hits(options, self._inner)
         self.errors: list[Exception] = []
         self.step = 0
         self._options = options
         self._optimizer = options.optimizer
         self._closed = False
-        self._on_hit: OnHit = options.on_hit
         self._stance: Any = None
-        self._theirs: Exception | None = None
         if options.compiled == "eager":
             internals.eager.hold()
             self._stance = internals.eager
@@ -101,6 +97,14 @@ class Watch:
     def model(self) -> nn.Module | None:
         """The watched model, for as long as somebody else keeps it."""
         return self._model()
+
+    @property
+    def finding(self) -> Finding | None:
+        return self._hits.first
+
+    @property
+    def findings(self) -> list[Finding]:
+        return self._hits.findings
 
     @property
     def seen(self) -> int:
@@ -233,7 +237,7 @@ class Watch:
             if suspect is not None:
                 suspect.step = self.step
                 suspect.settled = True
-                self._keep(self._scene.finding(suspect))
+                self._hits.keep(self._scene.finding(suspect))
         if self.finding is not None:
             error.nanhunt_finding = self.finding  # type: ignore[attr-defined]
             if sys.version_info >= (3, 11):
@@ -280,7 +284,7 @@ class Watch:
 
     def _failed(self, failure: Exception) -> None:
         """A failure of the watch itself: counted, told when the watch ends; training goes on."""
-        if failure is self._theirs:
+        if failure is self._hits.theirs:
             raise failure
         if len(self.errors) < KEPT:
             self.errors.append(failure)
@@ -326,73 +330,44 @@ class Watch:
     # --- hits ---------------------------------------------------------------------------------------
 
     def _hit(self, origin: Origin) -> None:
-        if not self._counts(origin):
+        if self._hits.counts(origin):
+            self._hits.act(self._scene.finding(origin))
+        else:
             origin.facts["handled"] = "allowed"
-            return
-        finding = self._scene.finding(origin)
-        self._keep(finding)
-        if callable(self._on_hit):
-            try:
-                self._on_hit(finding)
-            except Exception as theirs:  # what the user's own callable raises is to come out
-                self._theirs = theirs
-                raise
-        elif self._on_hit == "warn":
-            warnings.warn(str(finding), NonFiniteWarning, stacklevel=2)
-        elif self._on_hit == "raise":
-            inner = self._inner()
-            if not any(w._on_hit == "raise" for w in inner):
-                for w in inner:  # they will not get to see it
-                    w._keep(finding)
-                raise NonFiniteError(finding)
 
     def _cleared(self, origin: Origin, why: str) -> None:
-        if self._scene.absorbed(origin) and self._counts(origin):
-            self._keep(self._scene.finding(origin))
+        if self._scene.absorbed(origin) and self._hits.counts(origin):
+            self._hits.keep(self._scene.finding(origin))
 
-    def _counts(self, origin: Origin) -> bool:
-        path = origin.call.path if origin.call is not None else origin.owner or ""
-        if any(fnmatch.fnmatchcase(path, pattern) for pattern in self._options.allow):
-            return False
-        return not origin.carried.isdisjoint(self._options.kinds)
-
-    def _keep(self, finding: Finding) -> None:
-        if finding.handled is None and self.finding is None:
-            self.finding = finding
-        if len(self.findings) < KEPT:
-            self.findings.append(finding)
-
-    def _inner(self) -> list[Watch]:
-        """The watches entered later that cover modules of this one: among several, the innermost raises."""
+    def _inner(self) -> list[Hits]:
         later = _active[_active.index(self) + 1 :] if self in _active else []
         mine = set(self._observer.names.modules)
-        return [w for w in later if w._observer.on and mine & set(w._observer.names.modules)]
+        return [w._hits for w in later if w._observer.on and mine & set(w._observer.names.modules)]
 
 
 @contextmanager
 def outer_watches(*, looking: bool) -> Iterator[None]:
     """While a hunt runs, the watches around it leave the stopping to it, and do not look at a step twice."""
-    outer = [(one, one._on_hit) for one in _active]
+    outer = [(one, one._hits.on_hit) for one in _active]
     for one, on_hit in outer:
-        one._on_hit = "record" if on_hit == "raise" else on_hit
+        one._hits.on_hit = "record" if on_hit == "raise" else on_hit
         one._observer.aside = not looking
     try:
         yield
     finally:
         for one, on_hit in outer:
-            one._on_hit = on_hit
+            one._hits.on_hit = on_hit
             one._observer.aside = False
 
 
 class Nothing(Watch):
     """What `watch` gives when nanhunt is switched off by NANHUNT=0: it looks at nothing."""
 
-    seen = 0  # type: ignore[assignment]
-    step_of_last_call = 0  # type: ignore[assignment]
+    seen = step_of_last_call = 0
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
-        self.findings, self.finding, self.errors, self.step = [], None, [], 0
+    def __init__(self, model: nn.Module, options: Options) -> None:
+        self._model, self._hits = weakref.ref(model), Hits(options, list)
+        self.errors, self.step = [], 0
 
     def __enter__(self) -> Watch:
         return self
@@ -466,7 +441,7 @@ def watch(
         defer=_defer,
     )
     if not enabled():
-        return Nothing(model)
+        return Nothing(model, options)
     if compiled == "error":
         refuse_compiled(model)
     return Watch(model, options)

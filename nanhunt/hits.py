@@ -1,0 +1,65 @@
+"""What becomes of a fault: raised, warned of, recorded, or handed to a callable."""
+
+from __future__ import annotations
+
+import fnmatch
+import warnings
+from collections.abc import Callable
+
+from .errors import NonFiniteError, NonFiniteWarning
+from .finding import Finding
+from .options import OnHit, Options
+from .verdict import Origin
+
+KEPT = 100  # findings that are kept
+
+
+class Hits:
+    """The findings of one watch.
+
+    `inner` gives those of the watches that were entered later and cover modules of this one: of several that
+    would raise, the innermost does.
+    """
+
+    def __init__(self, options: Options, inner: Callable[[], list[Hits]]) -> None:
+        self.findings: list[Finding] = []
+        self.first: Finding | None = None  # the first that is a fault
+        self.on_hit: OnHit = options.on_hit
+        self.theirs: Exception | None = None  # what the user's own callable has raised
+        self._allow, self._kinds, self._inner = options.allow, options.kinds, inner
+
+    def counts(self, origin: Origin) -> bool:
+        """False for what the user allows."""
+        path = origin.call.path if origin.call is not None else origin.owner or ""
+        if any(fnmatch.fnmatchcase(path, pattern) for pattern in self._allow):
+            return False
+        return not origin.carried.isdisjoint(self._kinds)
+
+    def keep(self, finding: Finding) -> None:
+        if finding.handled is None and self.first is None:
+            self.first = finding
+        if len(self.findings) < KEPT:
+            self.findings.append(finding)
+
+    def act(self, finding: Finding) -> None:
+        """Keep a fault, and do what was asked for.
+
+        Raises:
+            NonFiniteError: when `on_hit` is "raise".
+            Exception: whatever the user's callable raises.
+        """
+        self.keep(finding)
+        if callable(self.on_hit):
+            try:
+                self.on_hit(finding)
+            except Exception as theirs:
+                self.theirs = theirs
+                raise
+        elif self.on_hit == "warn":
+            warnings.warn(str(finding), NonFiniteWarning, stacklevel=2)
+        elif self.on_hit == "raise":
+            inner = self._inner()
+            if not any(one.on_hit == "raise" for one in inner):
+                for one in inner:  # they will not get to see it
+                    one.keep(finding)
+                raise NonFiniteError(finding)
