@@ -67,7 +67,7 @@ def _stood(e: Evidence, cause: str, tensor: str) -> Verdict:
         why = f"{name} held {phrases.many(e)} when it came in; no module is to blame."
     else:
         what = "parameter" if cause == "bad_parameter" else "buffer"
-        why = f"The {what} {tensor} already held {phrases.many(e)}; this op is the first to read it."
+        why = f"The {what} {tensor} held {phrases.many(e)} before this step; this op is the first to read it."
     return Verdict(cause, why, advice.of(cause, e))
 
 

@@ -234,6 +234,18 @@ class Observer:
         self.seen += 1
         return not probe.bad(*probe.limits(numbers))
 
+    def fine_together(self, tensors: list[torch.Tensor]) -> bool:
+        """The same of many small tensors at once: False when one is bad, or when they must be looked at singly."""
+        groups: dict[Any, list[torch.Tensor]] = {}
+        for tensor in tensors:
+            groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+        for group in groups.values():
+            numbers = probe.payload(torch.cat([tensor.detach().reshape(-1) for tensor in group]))
+            if numbers is None or not self.fine(numbers):
+                return False
+            self.seen += len(group) - 1
+        return True
+
     def on_gradient(self, rec: Rec, grad: torch.Tensor | None) -> None:
         if self.on and grad is not None and self.shadow is None:
             self.guarded(self._gradient, rec, grad)

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 _Named = Iterable[tuple[str, str, torch.Tensor]]  # name, path of the module that owns it, tensor
 
 
+_SMALL = 1 << 14  # numbers: below, a call costs more than the copy into one tensor
+
+
 class State:
     """Looks at a tensor only when it was written since the last look: torch counts the versions."""
 
@@ -175,11 +178,19 @@ class State:
     def after_update(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer_ran = True
         rates = [g.get("lr") for g in optimizer.param_groups]
+        moments = []
         for p, name in self._moved(optimizer):
             self._updated(name, None, p, p, rates)
             for key, value in optimizer.state.get(p, {}).items():
                 if isinstance(value, torch.Tensor) and value.dim():
-                    self._updated(name, key, value, p, rates)
+                    moments.append((name, key, value, p))
+        small = [one for one in moments if _is_small(one[2])]
+        if self._bad_moments or not self._judge.observer.fine_together([one[2] for one in small]):
+            small = []
+        passed = {id(one[2]) for one in small}
+        for name, key, value, p in moments:
+            if id(value) not in passed:
+                self._updated(name, key, value, p, rates)
 
     def _moved(self, optimizer: torch.optim.Optimizer) -> Iterable[tuple[torch.Tensor, str]]:
         for i, group in enumerate(optimizer.param_groups):
@@ -233,6 +244,11 @@ class State:
         origin.facts["rates"] = rates
         origin.facts["parameter"] = p if tensor is not None else None
         judge.confirm(judge.born(origin, rec, tensor, None, None), tensor)
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.is_floating_point()
+    return plain and tensor.numel() <= _SMALL and tensor.element_size() > 1
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -35,7 +35,9 @@ class Witness:
         self._full += 1
         if self._full > _MOST:
             return Evidence(op="", phase=phase, kinds=operand.kinds)
-        stats = probe.stats(operand.tensor, operand.role, name)
+        whole = operand.live._base  # of a weight that is read transposed, the weight as the user knows it
+        same = whole is not None and whole.numel() == operand.live.numel() and operand.tensor is operand.live
+        stats = probe.stats(whole if same and whole is not None else operand.tensor, operand.role, name)
         bad = (stats.nan or 0) + (stats.pos_inf or 0) + (stats.neg_inf or 0)
         return Evidence(
             op="", phase=phase, kinds=operand.kinds, tensors=(stats,), bad=bad, of=stats.numel, where=stats.first_bad,
