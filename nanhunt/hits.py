@@ -56,7 +56,11 @@ class Hits:
                 self.theirs = theirs
                 raise
         elif self.on_hit == "warn":
-            warnings.warn(str(finding), NonFiniteWarning, stacklevel=2)
+            file, _, line = (finding.line or "").rpartition(":")
+            if line.isdigit():  # the place that matters, not the one in here
+                warnings.warn_explicit(str(finding), NonFiniteWarning, file, int(line))
+            else:
+                warnings.warn(str(finding), NonFiniteWarning, stacklevel=2)
         elif self.on_hit == "raise":
             inner = self._inner()
             if not any(one.on_hit == "raise" for one in inner):

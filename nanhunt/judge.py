@@ -66,6 +66,7 @@ class Judge:
         self._broken.clear()
         if not self.stepped_back:  # a call that no backward follows is judged on its own
             self.origins = [o for o in self.origins if not o.settled]
+            self.outside = [o for o in self.outside if not o.settled]
         if self.stepped_back and not self.has_optimizer:  # with one, the step ends when it has moved the weights
             self.turn()
         if self.observer.on and not on:

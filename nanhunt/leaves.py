@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import UserDict, deque
 from collections.abc import Iterator
 from itertools import islice
@@ -106,3 +107,24 @@ def _parts(obj: Any, deep: bool) -> list[tuple[str, Any]]:
     if deep and hasattr(obj, "__dict__"):
         return [(f".{name}", part) for name, part in islice(vars(obj).items(), _MOST_VISITS)]
     return []
+
+
+def arguments(args: Any, kwargs: Any, module: Any = None) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a call, each as the module's `forward` calls it: `x`, `batch['x']`, `args[0]`."""
+    names = forward_parameters(module)
+    for i, arg in enumerate(args):
+        for path, tensor in leaves(arg, deep=True):
+            yield (names[i] if i < len(names) else f"args[{i}]") + path, tensor
+    for key, value in kwargs.items():
+        for path, tensor in leaves(value, deep=True):
+            yield key + path, tensor
+
+
+def forward_parameters(module: Any) -> list[str]:
+    """The names of the positional parameters of a module's `forward`."""
+    try:
+        signature = inspect.signature(module.forward)
+    except (TypeError, ValueError, AttributeError):
+        return []
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in signature.parameters.values() if p.kind in kinds]

@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from .calls import Calls
-from .leaves import leaves
+from .leaves import arguments, leaves
 from .naming import Names
 from .replay import Snapshot
 from .tracer import Tracer
@@ -99,16 +99,17 @@ def rerun(shadow: Shadow, module: nn.Module, call: Call, args: Any, kwargs: Any)
     snapshot = Snapshot(module)
     random_before = torch.get_rng_state()
     drawn = False
-    names = _argument_names(module, args, kwargs)
     args, kwargs = pytree.tree_map_only(torch.Tensor, _copy, (args, kwargs))
     running, again = shadow.calls.running()
     entry = shadow.calls.known(module, running)
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)  # else a weight that was cast before is not seen to be cast
     try:
         if entry is not None:
             shadow.calls.begin(module, entry, running, again)
         # Hooks on saved tensors, a checkpoint's among them, are to see what the program saves and no more.
         with saved_tensors_hooks(lambda t: t, lambda t: t), shadow.tracer:
-            for name, (_, tensor) in zip(names, leaves((args, kwargs))):
+            for name, tensor in arguments(args, kwargs, module):
                 shadow.tracer.note_input(tensor, name)
             out = module.forward(*args, **kwargs)
         shadow.look(out)
@@ -117,6 +118,7 @@ def rerun(shadow: Shadow, module: nn.Module, call: Call, args: Any, kwargs: Any)
     except Exception:
         return None
     finally:
+        torch.set_autocast_cache_enabled(cached)
         drawn = not torch.equal(random_before, torch.get_rng_state())
         snapshot.restore()
     fields = shadow.fields
@@ -136,7 +138,3 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.requires_grad:
         copy = copy.requires_grad_()  # and a clone of that is no leaf: an in-place op is allowed on it
     return copy.clone()
-
-
-def _argument_names(module: nn.Module, args: Any, kwargs: Any) -> list[str]:
-    return [path for path, _ in leaves((args, kwargs))]

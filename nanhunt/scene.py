@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import inspect
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ from torch import nn
 
 from . import coarse, finding, frames, probe, sites
 from .finding import Finding, TensorStats
+from .leaves import arguments, forward_parameters
 from .verdict import Call, Origin, Rec
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Scene:
         """Keep a sample of what the model is called with, enough for a hash (64 numbers a tensor, copied)."""
         picked = []
         with torch.no_grad():
-            for name, tensor in _inputs(args, kwargs):
+            for name, tensor in arguments(args, kwargs):
                 if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
                     continue
                 if tensor.device.type == "meta" or tensor.numel() == 0 or tensor.is_quantized:
@@ -64,7 +64,7 @@ class Scene:
             scaler = self.judge.scaling.scaler
             scale = float(scaler.get_scale()) if scaler is not None else None
             model = self.observer.names.by_path.get(recs[0].takers[0].path) if recs and recs[0].takers else None
-            self.judge.ops.begin(_inputs(args, kwargs, model), scale)
+            self.judge.ops.begin(arguments(args, kwargs, model), scale)
 
     def batch_hash(self) -> str | None:
         """A short hash of the batch: shapes and up to 64 numbers of each tensor, by name."""
@@ -189,7 +189,7 @@ class Scene:
         if call is not None:
             for running, args, kwargs in frames.running():
                 if id(running) == call.module_id:
-                    given = list(_inputs(args, kwargs, self.observer.names.by_path.get(call.path, running)))
+                    given = list(arguments(args, kwargs, self.observer.names.by_path.get(call.path, running)))
                     break
         for label, one in given[:_ROWS]:
             if one is not tensor and (one.is_floating_point() or one.is_complex()):
@@ -316,33 +316,14 @@ def _trail(rows: list[tuple[Call, list[Rec], list[Rec]]]) -> Iterator[finding.Ca
         )
 
 
-def _inputs(args: Any, kwargs: Any, module: Any = None) -> Iterator[tuple[str, torch.Tensor]]:
-    names = _parameters_of(module)
-    for i, arg in enumerate(args):
-        for path, tensor in probe.leaves(arg, deep=True):
-            yield (names[i] if i < len(names) else f"args[{i}]") + path, tensor
-    for key, value in kwargs.items():
-        for path, tensor in probe.leaves(value, deep=True):
-            yield key + path, tensor
-
-
 def _input_name(name: Any, module: Any) -> str:
     if not isinstance(name, tuple):
         return str(name)
     at, path = name
     if isinstance(at, int):
-        names = _parameters_of(module)
+        names = forward_parameters(module)
         at = names[at] if at < len(names) else f"args[{at}]"
     return f"{at}{path}"
-
-
-def _parameters_of(module: Any) -> list[str]:
-    try:
-        signature = inspect.signature(module.forward)
-    except (TypeError, ValueError, AttributeError):
-        return []
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [p.name for p in signature.parameters.values() if p.kind in kinds]
 
 
 def _light(origin: Origin, rec: Rec | None) -> tuple[TensorStats, ...]:

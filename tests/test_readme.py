@@ -1,6 +1,6 @@
 """The README is true: its programs run, its page is what is printed, its tables and links match the code.
 
-`python tests/test_readme.py` writes the page and the captions of the map anew.
+`python -m tests.test_readme` writes the page and the map anew.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import pytest
 import nanhunt
 from nanhunt.causes import CAUSES
 
+from .test_architecture import FLOORS, NO_TORCH
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "nanhunt"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -26,6 +28,7 @@ CAUSES_PAGE = (ROOT / "docs" / "causes.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"<!-- (?P<how>setup|run|run: \w+) -->\n```python\n(?P<code>.*?)```\n", re.DOTALL)
 PAGE = re.compile(r"(?<=<!-- PAGE -->\n```text\n).*?(?=```\n)", re.DOTALL)
 MAP = re.compile(r"(?<=<!-- FILE-MAP -->\n).*?(?=<!-- /FILE-MAP -->)", re.DOTALL)
+ROW = re.compile(r"^\| `([\w/]+\.py)` \| (.+) \|$", re.MULTILINE)
 HOME = "/home/you"  # stands in the README's page for the folder that the program ran in
 
 BLOCKS = [(block["how"], block["code"]) for block in BLOCK.finditer(README)]
@@ -92,7 +95,7 @@ def test_page_is_what_is_printed(tmp_path: Path) -> None:
     shown = PAGE.search(README)
     assert shown is not None
     assert 20 <= len(shown[0].splitlines()) < 45
-    assert shape(printed(tmp_path)) == shape(shown[0]), "run python tests/test_readme.py to paste it anew"
+    assert shape(printed(tmp_path)) == shape(shown[0]), "run python -m tests.test_readme to paste it anew"
 
 
 def test_set_up_commands_are_there_word_for_word() -> None:
@@ -102,7 +105,7 @@ def test_set_up_commands_are_there_word_for_word() -> None:
 
 
 def test_every_option_of_watch_is_told_with_its_default() -> None:
-    rows = {}
+    rows: dict[str, str] = {}
     for row in README.partition("## Options of `watch`")[2].partition("\n## ")[0].splitlines():
         names, *_, default = (
             (cell.strip() for cell in row.strip("|").split(" | ")) if row.startswith("| `") else ("", "")
@@ -141,7 +144,7 @@ def mapped() -> list[tuple[str, str]]:
     """The (file, caption) rows of the map."""
     found = MAP.search(README)
     assert found is not None
-    return re.findall(r"^\| `([\w/]+\.py)` \| (.+) \|$", found[0], re.MULTILINE)
+    return ROW.findall(found[0])
 
 
 def caption(file: str) -> str:
@@ -154,68 +157,48 @@ def test_map_shows_every_file_with_its_caption() -> None:
     there = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
     assert sorted(file for file, _ in rows) == there
     wrong = [f"{file}: {told!r}, its docstring says {caption(file)!r}" for file, told in rows if told != caption(file)]
-    assert not wrong, "run python tests/test_readme.py to write them anew: " + "; ".join(wrong)
+    assert not wrong, "run python -m tests.test_readme to write them anew: " + "; ".join(wrong)
 
 
-def loaded_by(file: str) -> set[str]:
-    """The files of the package that are imported when this one is, by itself."""
-    found: set[str] = set()
-    folder = Path(file).parent
-    todo: list[ast.AST] = [ast.parse((PACKAGE / file).read_text(encoding="utf-8"))]
-    while todo:
-        node = todo.pop()
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or (
-            isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        ):
-            continue
-        if isinstance(node, ast.ImportFrom) and node.level:
-            above = PACKAGE / folder
-            for _ in range(node.level - 1):
-                above = above.parent
-            above = above.joinpath(*(node.module or "").split("."))
-            for path in (above.with_suffix(".py"), *(above / f"{name.name}.py" for name in node.names)):
-                if path.is_file():
-                    found.add(path.relative_to(PACKAGE).as_posix())
-        todo.extend(ast.iter_child_nodes(node))
-    return found
+def floors(rows: list[tuple[str, str]]) -> list[str]:
+    """The rows as test_architecture names files, which leaves out what only gathers names."""
+    return [file[:-3].replace("/", ".") for file, _ in rows if not file.endswith("__init__.py")]
 
 
 def test_map_is_in_the_order_of_import() -> None:
-    """A file imports, when it is loaded, only what stands above it."""
-    above: set[str] = set()
-    for file, _ in mapped():
-        below = loaded_by(file) - above
-        assert not below, f"{file} imports {', '.join(sorted(below))}, which the map shows below it"
-        above.add(file)
+    """A file imports, when it is loaded, only from lines above it."""
+    assert floors(mapped()) == FLOORS
 
 
-def test_first_group_of_the_map_loads_without_torch() -> None:
+def test_first_group_of_the_map_is_the_half_without_torch() -> None:
     found = MAP.search(README)
     assert found is not None
-    first = found[0].split("\n\n")[1]
-    names = [
-        "nanhunt." + file.replace("/", ".").removesuffix(".__init__") for file in re.findall(r"`([\w/]+)\.py`", first)
-    ]
-    assert len(names) >= 10
-    code = (
-        f"import importlib, sys\nfor name in {names}: importlib.import_module(name)\nsys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+    groups = found[0].split("\n**")
+    assert "no torch" in groups[0]
+    assert floors(ROW.findall(groups[0])) == NO_TORCH
 
 
 def rewrite() -> None:
-    """Paste the page and the captions of the map as they are today."""
+    """Paste the page and the map as they are today; a new file goes to the group of the one that it follows."""
     with tempfile.TemporaryDirectory() as folder:
         text = PAGE.sub(lambda _: printed(Path(folder).resolve()), README, count=1)
     old = MAP.search(text)
     assert old is not None
-    new = re.sub(
-        r"^\| `([\w/]+\.py)` \| .* \|$",
-        lambda row: f"| `{row[1]}` | {caption(row[1])} |" if (PACKAGE / row[1]).is_file() else "",
-        old[0],
-        flags=re.MULTILINE,
-    )
-    (ROOT / "README.md").write_text(text.replace(old[0], new), encoding="utf-8")
+    shown: dict[str, list[str]] = {group: floors(ROW.findall(group)) for group in old[0].split("\n**")}
+    where, last = {name: group for group, names in shown.items() for name in names}, next(iter(shown))
+    there: dict[str, list[str]] = {group: [] for group in shown}
+    for name in FLOORS:
+        last = where.get(name, last)
+        there[last].append(name.replace(".", "/") + ".py")
+    new = []
+    for group, files in there.items():
+        heading = group[: group.index("| `")]
+        gatherers = [file for file, _ in ROW.findall(group) if file.endswith("__init__.py")]
+        for file in gatherers:
+            inside = [n for n, other in enumerate(files) if other.startswith(file.removesuffix("__init__.py"))]
+            files.insert(inside[0] if "/" in file and inside else len(files), file)
+        new.append(heading + "".join(f"| `{file}` | {caption(file)} |\n" for file in files))
+    (ROOT / "README.md").write_text(text.replace(old[0], "\n**".join(new)), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from ..finding import Call, Finding, TensorStats
 from ..numerics import fmt
-from .lines import clean, elide, wrap
+from .lines import cells, clean, elide, head, wrap
 from .table import Column, table
 
 _NOT_A_FAULT = {
@@ -187,7 +187,8 @@ def _way(finding: Finding, width: int) -> list[str]:
     hops = finding.context.get("path")
     if not isinstance(hops, tuple) or len(hops) < 2:
         return []
-    lines = [elide(_OVERLOAD.sub(r"\1", _FOLDERS.sub("", clean(str(hop)))), width) for hop in hops]
+    lines = [_OVERLOAD.sub(r"\1", _FOLDERS.sub("", clean(str(hop)))) for hop in hops]
+    lines = [line if cells(line) <= width else head(line, width - 3) + "..." for line in lines]
     if len(lines) > _HOPS:
         left_out = len(lines) - _HOPS + 1
         lines = [*lines[:2], f"(and {left_out} more ops)", *lines[-(_HOPS - 3) :]]
