@@ -62,9 +62,10 @@ def switches() -> Back:
     grad, dtype, anomaly = torch.is_grad_enabled(), torch.get_default_dtype(), torch.is_anomaly_enabled()
     cache = torch.is_autocast_cache_enabled()
     kinds = {"cpu"}
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is not None:
-        kinds.add(accelerator.type)
+    if torch.accelerator.is_available():
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is not None:
+            kinds.add(accelerator.type)
     casts = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
 
     def back() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import CodeType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -51,6 +52,11 @@ class Owners:
             if found is not None:
                 return found
         return note[1] if note is not None else None
+
+    def forward_of(self, path: str) -> CodeType | None:
+        """The code of a module's forward."""
+        forward = getattr(type(self._names.by_path.get(path)), "forward", None)
+        return getattr(forward, "__code__", None)
 
     def name_of(self, t: torch.Tensor, optimizer: torch.optim.Optimizer | None = None) -> str | None:
         owner = self.of(t, optimizer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import CodeType
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,12 @@ from .runs import Operand, Place, Run
 
 if TYPE_CHECKING:
     from .verdict import Call
+
+
+def _holds(outer: CodeType, inner: CodeType) -> bool:
+    """Whether a function is written inside another."""
+    nested = [one for one in outer.co_consts if isinstance(one, CodeType)]
+    return any(one is inner or _holds(one, inner) for one in nested)
 
 
 class Places:
@@ -40,13 +47,23 @@ class Places:
         if node is not None and internals.number_of(node) >= internals.ACCUMULATE and inside.site is None:
             return self._accumulated(getattr(node, "variable", None))
         made = self._nodes.forward_of(node)
-        place = Place("backward", run.schema.name, made.call if made is not None else None, inside.site)
+        call = made.call if made is not None else None
+        place = Place("backward", run.schema.name, self._writer(inside.hook, call) or call, inside.site)
         place.user_code = inside.site is not None
         if place.site is None:
             place.site = sites.backward_site()
             if made is not None:
                 place.op, place.base, place.site = made.op, made.base, made.site
         return place
+
+    def _writer(self, hook: CodeType | None, call: Call | None) -> Call | None:
+        """The module in whose forward a hook was written: that may have been put on what a child gave back."""
+        while hook is not None and call is not None:
+            forward = self._owners.forward_of(call.path)
+            if forward is not None and _holds(forward, hook):
+                return call
+            call = call.parent
+        return None
 
     def _forward(self, run: Run, operands: list[Operand]) -> Place:
         call = self._current_call()

@@ -39,12 +39,12 @@ def payload(t: Tensor) -> Tensor | None:
         and not t.is_meta
         and not is_functorch_wrapped_tensor(t)
     ):
-        return t if t.numel() else None
+        return t if t.numel() and not t._is_zerotensor() else None  # zeros that autograd never writes down
     return _unusual(t)
 
 
 def _unusual(t: Tensor) -> Tensor | None:
-    if isinstance(t, FakeTensor) or is_functorch_wrapped_tensor(t) or is_lazy(t) or t.is_meta or t.is_quantized:
+    if isinstance(t, FakeTensor) or is_functorch_wrapped_tensor(t) or is_lazy(t) or t.is_meta or t.is_quantized or t._is_zerotensor():
         return None
     if hasattr(t, "_local_tensor"):  # DTensor: this rank's shard
         return payload(t._local_tensor)

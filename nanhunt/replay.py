@@ -32,6 +32,10 @@ _PROTOCOLS = ("torch.nn.parallel.", "torch.distributed.", "deepspeed.", "fairsca
 _SCALER_METHODS = ("scale", "unscale_", "step", "update")
 
 
+def _nothing() -> None:
+    return None
+
+
 class Snapshot:
     """The state before a step. While it is entered, it also takes what it finds in use.
 
@@ -54,6 +58,7 @@ class Snapshot:
         *,
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
+        inside: bool = False,
     ) -> None:
         self._keeper = Keeper()
         self.found: list[str] = []
@@ -64,7 +69,9 @@ class Snapshot:
         self._unready: list[str] = []
         self._gaps: list[str] = []
         self._undo: list[Callable[[], None]] = []
-        self._switches = switches()
+        # Inside a step its switches stay as they are, and so do the casts that autocast has cached: with others
+        # in their place gradients would be summed in another order.
+        self._switches = switches() if not inside else _nothing
         self._large: list[Held] = []
         self._budget = _MOST_BYTES
         self._modules(model, "")

@@ -96,7 +96,7 @@ def rerun(shadow: Shadow, module: nn.Module, call: Call, args: Any, kwargs: Any)
     Everything is put back: random state, buffers, flags, plain attributes. The inputs are copies, so that a
     module which works in place cannot touch what the user's graph has saved.
     """
-    snapshot = Snapshot(module)
+    snapshot = Snapshot(module, inside=True)
     random_before = torch.get_rng_state()
     drawn = False
     args, kwargs = pytree.tree_map_only(torch.Tensor, _copy, (args, kwargs))

@@ -7,7 +7,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Iterator
-from types import FrameType
+from types import CodeType, FrameType
 from typing import NamedTuple
 
 import torch
@@ -65,6 +65,7 @@ class Inside(NamedTuple):
 
     site: Site | None
     again: bool
+    hook: CodeType | None = None  # the user's function that the engine called
 
 
 def _is_engine(frame: FrameType) -> bool:
@@ -74,15 +75,15 @@ def _is_engine(frame: FrameType) -> bool:
 def inside_backward(frame: FrameType | None = None) -> Inside:
     """Looks from `frame` outwards to the engine: a checkpoint's recomputation calls modules or its own file."""
     frame = frame or sys._getframe(1)
-    site, again = None, False
+    site, again, hook = None, False, None
     while frame is not None and not _is_engine(frame):
         code = frame.f_code
-        if site is None and _users(frame):
-            site = code.co_filename, frame.f_lineno
+        if _users(frame):
+            site, hook = site or (code.co_filename, frame.f_lineno), code
         if code.co_filename == _CHECKPOINT or (code.co_name == "_call_impl" and code.co_filename == _MODULE):
             again = True
         frame = frame.f_back
-    return Inside(site, again)
+    return Inside(site, again, hook)
 
 
 def backward_site(frame: FrameType | None = None) -> Site | None:
