@@ -54,6 +54,7 @@ class Judge:
         self.bad_grads: set[int] = set()
         self._broken: list[Origin] = []  # what had reached the calls that an exception has ended
         self._depth = 0
+        self._loss_inside = False  # the backward that runs begins at an output of the model
         self._twice = False  # a gradient of this step is differentiated again
 
     # --- forward ----------------------------------------------------------------------------------
@@ -192,6 +193,7 @@ class Judge:
             if isinstance(root, torch.Tensor):
                 rec = self.observer.look(root, ("loss", ""), None, None, False)
                 if rec is not None:
+                    self._loss_inside = rec.exits
                     scaled = self.scaling.made_it(root)
                     self.observer.tell(rec.bad, self._loss, (rec, scaled), None, root)
 
@@ -216,7 +218,9 @@ class Judge:
         self.alert = True
         if self._first is None:
             kinds = self.kinds(reading, grad)
-            self._first = self._in_backward(blame(rec, kinds, self._suspect), rec, kinds, reading, grad, "grad_input")
+            self._first = self._in_backward(
+                blame(rec, kinds, self._suspect, loss_inside=self._loss_inside), rec, kinds, reading, grad, "grad_input"
+            )
         if rec.leaf:
             self._harmful(self._first, grad)
 

@@ -153,7 +153,7 @@ class Observer:
             rec = self.look(tensor, ("output", name), call.parent, call, again)
             if rec is None:
                 continue
-            rec.scope = call.parent  # a tensor that a child made and its parent hands on lives outside the parent
+            rec.scope = call.parent or rec.scope  # what a child made and its parent hands on lives outside the parent
             rec.exits = rec.exits or outermost
             if call not in rec.makers:
                 rec.makers.append(call)
@@ -191,7 +191,7 @@ class Observer:
         if not again and self.measure(numbers, rec):
             rec.node = type(tensor.grad_fn).__name__
         if tensor.requires_grad and self.attachment is not None:
-            rec.leaf = tensor.grad_fn is None
+            rec.leaf = tensor.grad_fn is None and not again  # a checkpoint detaches what it recomputes from
             self.attachment.gradient(tensor, _GradientHook(self, rec, tensor._version))
         else:
             key = _identity(tensor)

@@ -155,12 +155,19 @@ def deepest(calls: list[Call]) -> list[Call]:
     return [c for c in calls if not any(other.inside(c) for other in calls if other is not c)]
 
 
-def blame(rec: Rec, kinds: tuple[str, ...], suspect: Callable[[Call], bool] = lambda call: False) -> Call | None:
+def blame(
+    rec: Rec,
+    kinds: tuple[str, ...],
+    suspect: Callable[[Call], bool] = lambda call: False,
+    *,
+    loss_inside: bool = False,
+) -> Call | None:
     """The call whose backward made the bad gradient of `rec`; None: the code around the model.
 
     Only a call that got a gradient back can have sent one on. The gradient of a tensor is the sum over all that
     used it, so with several users the choice rests on what each can do: one that holds a bad value (`suspect`)
-    comes first, and a linear map that is fed with finite gradients can overflow, it cannot make a NaN.
+    comes first, and a linear map that is fed with finite gradients can overflow, it cannot make a NaN. A tensor
+    that has left the model was used by the loss code, unless the model gives back the loss itself (`loss_inside`).
     """
     used = [c for c in rec.takers if c not in rec.makers]  # one that gives back what it took has only handed it on
     ran = [c for c in used if c.grad is not None and math.isfinite(c.grad)] or [c for c in used if c.grad is None]
@@ -170,7 +177,7 @@ def blame(rec: Rec, kinds: tuple[str, ...], suspect: Callable[[Call], bool] = la
         takers = able or deepest([c for c in ran if c not in takers])
     if takers:
         return max(takers, key=lambda c: c.grad if c.grad is not None else -1.0)
-    return None if rec.exits else rec.scope
+    return None if rec.exits and not loss_inside else rec.scope
 
 
 def _harmless(call: Call, kinds: tuple[str, ...], rec: Rec) -> bool:

@@ -25,6 +25,7 @@ REASONS = {
     "planted module returns and reads itself; whose term is bad shows between operations only",
     "standing_inf": "an infinity that stands in a buffer is intent until it turns into a NaN; here it did harm "
     "without one, or turned in more than one module or in backward",
+    "in_place": "a fault put between a module that overwrites its input and the next one changes whose tensor it is",
     "mask_like": "a -inf that is added where no graph is recorded is what a mask is; only operations tell them apart",
     "computed_or_literal": "an infinity in the root's output that reaches no loss and no gradient: a fault if it was "
     "computed, none if it was a literal; module level sees no operations and cannot know",
@@ -92,15 +93,20 @@ class BadGradient:
 
 
 @contextmanager
-def bad_gradients(model: nn.Module) -> Iterator[list[BadGradient]]:
-    """Every bad gradient, in the order in which they are seen."""
+def bad_gradients(model: nn.Module, readers: dict[object, set[str]] | None = None) -> Iterator[list[BadGradient]]:
+    """Every bad gradient, in the order in which they are seen; ``readers`` takes which modules read each tensor."""
     bad: list[BadGradient] = []
+    paths = {id(module): path for path, module in model.named_modules()}
 
     def see(gradient: Tensor | None, key: object = None, parameter: str | None = None) -> None:
         if gradient is not None and is_bad(gradient):
             bad.append(BadGradient(kinds_in(gradient), key, parameter))
 
-    def left(_: nn.Module, inputs: Any, output: Any) -> None:
+    def left(module: nn.Module, inputs: Any, output: Any) -> None:
+        if readers is not None and id(module) in paths:
+            for tensor in floating(inputs):
+                if tensor.grad_fn is not None:
+                    readers.setdefault(key_of(tensor), set()).add(paths[id(module)])
         for tensor in floating(inputs) + floating(output):
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(functools.partial(see, key=key_of(tensor)))  # type: ignore[no-untyped-call]
@@ -112,6 +118,11 @@ def bad_gradients(model: nn.Module) -> Iterator[list[BadGradient]]:
                 hook: Any = parameter.register_post_accumulate_grad_hook
                 handles.callback(hook(lambda p, name=name: see(p.grad, parameter=name)).remove)
         yield bad
+
+
+def _holds(path: str, other: str) -> bool:
+    """Whether one module stands inside the other."""
+    return other.startswith(path + ".") if path else True
 
 
 class _Readers(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -232,6 +243,8 @@ class Oracle:
             return Truth(harm=harm, phase="forward", modules=(plant.path,), kinds=(plant.kind,))
         if detail == "op":
             return Truth(harm=harm, phase="backward", modules=(plant.path,), kinds=(plant.kind,))
+        if getattr(specimen.model.get_submodule(plant.path), "inplace", False):
+            return Truth(excluded="in_place", harm=harm)
         if self._shared_comes_first(plant):
             return Truth(excluded="shared_gradient", harm=harm)
         # At module level the kind is what the first boundary shows, e.g. both infinities behind a Linear.
@@ -244,11 +257,20 @@ class Oracle:
         return Truth(harm=harm, phase="backward", modules=tuple(modules), kinds=tuple(kinds))
 
     def _shared_comes_first(self, plant: Plant) -> bool:
-        """Whether the first bad gradient is one which the planted module alone did not make."""
+        """Whether the first bad gradient is one which the planted module alone did not make, or may not have made."""
         specimen = self.specimen
         with planted(specimen, plant, apart=True) as reached, bad_gradients(specimen.model) as gradients:
             specimen.step(specimen.optimizer())
-        return bool(gradients) and gradients[0].key in reached.shared
+        if bool(gradients) and gradients[0].key in reached.shared:
+            return True
+        readers: dict[object, set[str]] = {}
+        with planted(specimen, plant) as reached, bad_gradients(specimen.model, readers) as gradients:
+            specimen.step(specimen.optimizer())
+        if not gradients or gradients[0].key is None:
+            return False
+        mine = readers.get(gradients[0].key, set())
+        apart = [one for one in mine if not any(other != one and _holds(one, other) for other in mine)]
+        return len(apart) > 1 or (bool(apart) and gradients[0].key in reached.given)
 
     def _turn(self, plant: Plant, harm: tuple[str, ...]) -> Truth:
         """The Inf of a buffer is intent; the birth is the operation that made a NaN of it."""

@@ -152,6 +152,7 @@ class Reached:
     calls: int = 0
     planted: int = 0
     graphless: int = 0  # of those, where no graph was recorded
+    given: set[object] = field(default_factory=set)  # what the planted module gives back
     shares: dict[object, Tensor] = field(default_factory=dict)  # what the planted module alone sent into a gradient
     shared: set[object] = field(default_factory=set)  # gradients to which others added as well, or that it returns
 
@@ -205,6 +206,7 @@ def _planted_forward(
         return swapped(output, old, bad_output(old, plant.kind, at))
     if apart:
         reached.shared |= {key_of(t) for t in found if t is not old and t.grad_fn is not None}
+    reached.given |= {key_of(t) for t in found if t.grad_fn is not None}
     bad_gradient: Any = _BadGradient.apply
     new = bad_gradient(_told_apart(old, reached) if apart else old, plant.kind, at)
     return swapped(output, old, new)

@@ -39,6 +39,21 @@ class BadGrad(torch.autograd.Function):
         return grad * 0 / torch.zeros_like(grad)  # {mark}
 
 
+class Root(nn.Module):
+    def forward(self, x):
+        return (x * 0).sqrt()  # {mark 2}
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 0.5
+
+    @staticmethod
+    def backward(ctx, grad):
+        return (grad / torch.zeros_like(grad)).clamp(0, 0).nan_to_num(0.0) + grad * 0.5
+
+
 class Pair(nn.Module):
     def __init__(self, inner):
         super().__init__()
@@ -78,6 +93,11 @@ x = x + torch.exp(torch.where(x > 1, -INF, x.detach()))
 x = x.cumsum(-1) * 0.1
 x = x + F.scaled_dot_product_attention(x[None], x[None], x[None], attn_mask=torch.ones(4, 4).tril().bool())[0]
 x = x + x.masked_fill(torch.arange(8) > 5, -INF).exp()
+with torch.autocast("cpu", torch.bfloat16): x = x + ((x @ x.T).softmax(-1).to(x.dtype) @ x * 0.1).to(x.dtype)
+with torch.autocast("cpu", enabled=False): x = x + F.layer_norm(x.float(), (8,)).to(x.dtype) * 0.1
+with torch.no_grad(): self.ema.mul_(0.9).add_(x.mean().float() * 0.1)
+x.requires_grad and x.register_hook(lambda grad: grad * 0.5)
+x = Scaled.apply(x)
 x = x.float().masked_fill(torch.arange(8) > 5, INF).sort(-1).values[:, :6].repeat(1, 2)[:, :8].to(x.dtype)
 """.strip().splitlines()
 CHILDREN = (
@@ -88,6 +108,9 @@ CHILDREN = (
     "nn.Dropout(0.1)",
     "nn.Tanh()",
     "nn.Identity()",
+    "nn.BatchNorm1d(8)",
+    "nn.TransformerEncoderLayer(8, 2, 16)",
+    "nn.Sequential(nn.Linear(8, 4), nn.SiLU(inplace=True), nn.Linear(4, 8))",
 )
 CALLS = (
     "x = self.{c}(x)",
@@ -119,7 +142,8 @@ class Fault:
     op: str
     phase: str = "forward"
     dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16", "autocast")
-    marked: bool = True  # the line itself is the answer; else one that is marked already
+    marked: bool = True  # the line itself is the answer; else one that stands in the header already
+    child: str | None = None  # the module of the block that makes the value
 
 
 NAN_AFTER = "; x = x - x"  # an Inf that tanh would swallow becomes a NaN
@@ -148,6 +172,15 @@ FAULTS = (
     Fault("x = torch.where(x > -1e4, x, torch.sqrt(x * self.zero))", "aten.sqrt.default", "backward"),
     Fault("x = x + torch.hypot(x * self.zero, x * self.zero)", "aten.hypot.default", "backward", dtypes=("float32",)),
     Fault("x = x + (x.float() * 1e8).remainder(1.0).to(x.dtype)", "aten._to_copy.default", "backward", dtypes=("float16",)),
+    Fault("x = x + x.detach() * self.zero / self.zero", "aten.div.Tensor"),
+    Fault("self.ema.copy_((x.detach() * self.zero / self.zero).mean())", "aten.div.Tensor"),
+    Fault("with torch.no_grad(): self.ema.add_((x * self.zero - 1).log().mean())", "aten.log.default"),
+    Fault('with torch.autocast("cpu", torch.float16): x = (x.abs() + 1) @ (torch.ones_like(x).T * 6e4) @ x; x = x.float() * 0', "aten.mm.default", dtypes=("float32",)),
+    Fault('with torch.autocast("cpu", enabled=False): x = (x.float() * self.zero / self.zero).to(x.dtype)', "aten.div.Tensor"),
+    Fault("x = self.bad_norm(x * self.zero)", "aten.native_layer_norm.default", dtypes=("float32",), child="bad_norm"),
+    Fault("x = self.bad_softmax(torch.full_like(x, -INF) + x)", "aten._softmax.default", child="bad_softmax"),
+    Fault("x = x + self.bad_twice(x)", "aten.sqrt.default", "backward", child="bad_twice", marked=False),
+    Fault("x.requires_grad and x.register_hook(lambda grad: grad / (grad * 0))", "aten.div.Tensor", "backward"),
     Fault("x = BadGrad.apply(x)", "aten.div.Tensor", "backward", marked=False),
     Fault("x = x.clone(); x[:, :4] = x[:, :4] + torch.sqrt(x[:, 4:] * self.zero)", "aten.sqrt.default", "backward"),
 )  # fmt: skip
@@ -160,11 +193,17 @@ LOSSES = (
 )
 UPDATES = (
     Fault('optimizer.param_groups[0]["lr"] = float("nan"); optimizer.step()', "aten.add_.Tensor", "optimizer"),
+    Fault('optimizer.param_groups[0].update(lr=float("nan"), foreach=True); optimizer.step()', "aten._foreach_add_.List", "optimizer"),
     Fault('optimizer.param_groups[0]["weight_decay"] = INF; optimizer.step()', "aten.add.Tensor", "optimizer"),
     Fault("torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], INF); optimizer.step()", "aten._foreach_mul_.Scalar", "optimizer"),
     Fault("torch.nn.utils.clip_grad_norm_(model.parameters(), float('nan')); optimizer.step()", "aten.mul.Tensor", "optimizer"),
     Fault("[p.detach().sub_(p.grad / (p.grad * 0)) for p in model.parameters() if p.grad is not None]", "aten.div.Tensor", "optimizer"),
 )  # fmt: skip
+BODY = (
+    'self.register_buffer("zero", torch.zeros(()))',
+    'self.register_buffer("ema", torch.zeros(()))',
+    "self.bad_norm, self.bad_softmax, self.bad_twice = nn.LayerNorm(8, eps=0.0), nn.Softmax(-1), Root()",
+)
 DTYPES = ("float32", "float16", "bfloat16", "autocast")
 MARK = "the fault"
 
@@ -187,6 +226,7 @@ class Program:
     scaler: bool = False
     late: bool = False  # the fault comes in the second step only
     adam: bool = False
+    micro: int = 1  # batches a step
     fault: Fault | None = None
     module: str | None = None
 
@@ -199,7 +239,15 @@ def _cured(source: str, fault: Fault) -> str:
     """The same program without what was planted."""
     lines = source.splitlines()
     at = next(i for i, text in enumerate(lines) if text.endswith("# " + MARK))
-    instead = "optimizer.step()" if fault in UPDATES else "pass" if fault.marked else "return grad"
+    instead = (
+        "optimizer.step()"
+        if fault in UPDATES
+        else "pass"
+        if fault.marked
+        else "return x"
+        if fault.child
+        else "return grad"
+    )
     lines[at] = lines[at][: len(lines[at]) - len(lines[at].lstrip())] + instead
     return "\n".join(lines) + "\n"
 
@@ -219,8 +267,18 @@ def _blocks(rng: random.Random, path: str, depth: int, found: list[Block]) -> Bl
                 block.children.append(f"self.{child} = Pair({inner.name}())")
                 block.lines.append(f'x = x + self.{child}(x, size={{"n": 4}})["hidden"]')
                 continue
+            if rng.random() < 0.2:
+                inner = _blocks(rng, f"{below}.1", depth - 1, found)
+                block.children.append(
+                    f"self.{child} = nn.Sequential(nn.Linear(8, 8), {inner.name}(), nn.Linear(8, 8), nn.ReLU(inplace=True))"
+                )
+                block.lines.append(rng.choice(CALLS).format(c=child))
+                continue
             inner = _blocks(rng, below, depth - 1, found)
             block.children.append(f"self.{child} = {inner.name}()")
+            if rng.random() < 0.2:  # registered twice, called under either name
+                block.children.append(f"self.{child}_again = self.{child}")
+                block.lines.append(f"x = self.{child}_again(x)")
         else:
             block.children.append(f"self.{child} = {rng.choice(CHILDREN)}")
         block.lines.append(rng.choice(CALLS).format(c=child))
@@ -238,30 +296,34 @@ def draw(seed: int, *, planted: bool) -> Program:
     program.adam = dtype in ("float32", "autocast") and rng.random() < 0.5
     if rng.random() < 0.5:
         loss.append(rng.choice(HEALTHY_LOSSES))
-    mark, helper = "", ""
+    marks, helper = {"# {mark}": "", "# {mark 2}": ""}, ""
     if planted:
         where = rng.choice(("model",) * 6 + ("loss", "update"))
         fitting = [f for f in {"model": FAULTS, "loss": LOSSES, "update": UPDATES}[where] if dtype in f.dtypes]
         fault = program.fault = rng.choice(fitting)
         text = f"{fault.line}  # {MARK}" if fault.marked else fault.line
-        mark = "" if fault.marked else MARK
-        if where == "model" and rng.random() < 0.3:
+        if not fault.marked:
+            marks["# {mark 2}" if fault.child else "# {mark}"] = "# " + MARK
+        if where == "model" and rng.random() < 0.3 and not text.startswith("with"):
             program.late, text = True, "if self.training: " + text
         if where == "model" and rng.random() < 0.2:
             helper = f"\n\n\ndef helper(self, x):\n    {text}\n    return x"
             text = "x = helper(self, x)"
         if where == "model":
             block = rng.choice(blocks)
-            program.module = block.path
+            program.module = ".".join(part for part in (block.path, fault.child) if part)
             block.lines.insert(rng.randint(0, len(block.lines)), text)
         elif where == "loss":
             loss.append(text)
         else:
             update, program.scaler, program.adam = text, False, False
-    text = HEADER.replace("# {mark}", f"# {mark}").rstrip()
+    text = HEADER
+    for mark, now in marks.items():
+        text = text.replace("  " + mark, now and "  " + now)
+    text = text.rstrip()
     text += helper
     for block in reversed(blocks):
-        body = ["super().__init__()", 'self.register_buffer("zero", torch.zeros(()))', *block.children]
+        body = ["super().__init__()", *BODY, *block.children]
         forward = block.lines
         if block.path == "":
             body.append("self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)")
@@ -272,13 +334,26 @@ def draw(seed: int, *, planted: bool) -> Program:
         text += "".join(f"        {line}\n" for line in body) + "\n    def forward(self, x):\n"
         text += "".join(f"        {line}\n" for line in [*forward, "return x"])
         text = text.rstrip()
+    penalty = dtype == "float32" and not any(
+        word in text for word in ("use_reentrant=True", "scaled_dot", "BadGrad.apply", "ctc_loss")
+    )
+    penalty = penalty and not any("ctc_loss" in line for line in loss) and rng.random() < 0.5
+    if penalty:  # of the gradient with regard to the input: a backward that is differentiated
+        loss.insert(
+            1, "loss = loss + (torch.autograd.grad(out.sum(), x, create_graph=True)[0].norm() - 1).pow(2) * 1e-3"
+        )
     text += "\n\n\ndef step(model, optimizer, x, y, scaler=None):\n"
-    text += f"    with torch.autocast('cpu', torch.float16, enabled={dtype == 'autocast'}):\n        out = model(x)\n"
-    text += "".join(f"    {line}\n" for line in loss)
+    program.micro = rng.choice((1, 1, 1, 2))
+    if rng.random() < 0.15:
+        text += "    with torch.no_grad():\n        model(x)\n"
+    given = "x.requires_grad_()" if penalty else "x"
+    text += f"    for _ in range({program.micro}):\n"
+    text += f"        with torch.autocast('cpu', torch.float16, enabled={dtype == 'autocast'}):\n            out = model({given})\n"
+    text += "".join(f"        {line}\n" for line in loss)
     if program.scaler:
-        text += "    scaler.scale(loss).backward()\n    scaler.step(optimizer)\n    scaler.update()\n"
+        text += "        scaler.scale(loss).backward()\n    scaler.step(optimizer)\n    scaler.update()\n"
     else:
-        text += f"    loss.backward()\n    {update}\n"
+        text += f"        loss.backward()\n    {update}\n"
     text += "    optimizer.zero_grad()\n    return loss.detach()\n"
     program.source = text
     return program
@@ -288,7 +363,7 @@ class Loaded:
     """A program that was written to a file and imported from there."""
 
     def __init__(self, program: Program, folder: str, kind: str = "") -> None:
-        self.program = program
+        self.program, self.errors = program, list[str]()  # failures of the watch itself
         name = f"program_{kind or ('planted' if program.fault else 'healthy')}_{program.seed}"
         self.path = os.path.join(folder, name + ".py")
         with open(self.path, "w", encoding="utf-8") as file:
@@ -330,7 +405,7 @@ class Loaded:
         for step in range(self.steps):
             self.mode(model, step)
             loss = self.module.step(model, optimizer, x, y, scaler)
-            values = [loss, *model.parameters()]
+            values = [loss, *model.parameters(), *model.buffers()]
             if scaler is None or self.program.fault is not None:
                 values += [p.grad for p in model.parameters() if p.grad is not None]
             bad = not all(bool(torch.isfinite(v).all()) for v in values)
@@ -348,8 +423,7 @@ class Loaded:
                 self.module.step(model, optimizer, x, y, scaler)
                 if hunt.finding is not None:
                     break
-        if hunt.errors:
-            raise hunt.errors[0]
+        self.errors += [f"failed: {type(error).__name__}: {error}".splitlines()[0] for error in hunt.errors]
         return hunt.finding
 
 
@@ -358,8 +432,8 @@ def mistakes(loaded: Loaded) -> list[str]:
     program, found = loaded.program, loaded.watched("op")
     fault = program.fault
     assert fault is not None
-    if found is None:
-        return ["nothing found"]
+    if found is None or loaded.errors:
+        return ["nothing found", *loaded.errors]
     right = {
         "step": loaded.steps - 1,
         "phase": fault.phase,
@@ -373,7 +447,7 @@ def mistakes(loaded: Loaded) -> list[str]:
 def alarms(loaded: Loaded) -> list[str]:
     """Who was stopped in a healthy program."""
     found = [(detail, loaded.watched(detail)) for detail in ("module", "auto", "op")]
-    return [f"{detail}: {one.title()}" for detail, one in found if one is not None]
+    return [f"{detail}: {one.title()}" for detail, one in found if one is not None] + loaded.errors
 
 
 def draws(count: int, *, planted: bool, folder: str, first: int = 0) -> Iterator[Loaded]:

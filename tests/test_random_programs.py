@@ -9,13 +9,19 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("hypothesis")
 
+import torch
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import nanhunt
 
 from . import programs
 
@@ -100,3 +106,80 @@ def test_a_fault_in_a_program_that_is_called_healthy_is_an_alarm(tmp_path: Path)
     """The judge of healthy programs does hear an alarm."""
     loaded = next(programs.draws(1, planted=True, folder=str(tmp_path)))
     assert [text.split(":")[0] for text in programs.alarms(loaded)] == ["module", "auto", "op"]
+
+
+# -- slips that programs like these have shown --------------------------------------------------------------------
+
+
+class BadGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * 0 / torch.zeros_like(grad)
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return BadGrad.apply(self.inner(x))
+
+
+class Again(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.body, self.reentrant = Outer(), reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.body, x, use_reentrant=self.reentrant)
+
+
+def found_in(model: nn.Module, step: Any) -> Any:
+    with nanhunt.watch(model, detail="op", on_hit="record") as hunt:
+        step()
+    assert hunt.errors == []
+    return hunt.finding
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_function_of_the_users_inside_a_checkpoint_belongs_to_who_calls_it(reentrant: bool) -> None:
+    """The recomputation runs its forward without grad, yet it makes a node: not one of the child before it."""
+    model = nn.Sequential(nn.Linear(4, 4), Again(reentrant), nn.Linear(4, 4))
+    found = found_in(model, lambda: model(torch.randn(2, 4)).sum().backward())
+    assert (found.phase, found.module, found.op) == ("backward", "1.body", "aten.div.Tensor")
+
+
+def test_zeros_that_autograd_never_writes_down_are_no_failure() -> None:
+    """The derivative of a derivative may be handed a tensor of zeros that has no memory."""
+    model, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
+
+    def step() -> None:
+        out = torch.sqrt(-model(x).abs() - 1)
+        torch.autograd.grad(out.sum(), x, create_graph=True)[0].norm().backward()
+
+    found = found_in(model, step)
+    assert (found.op, found.cause) == ("aten.sqrt.default", "domain")
+
+
+class Hooked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.child(x)
+        x.register_hook(lambda grad: grad * 0 / (grad * 0))
+        return x.tanh()
+
+
+def test_a_hook_belongs_to_the_module_whose_forward_it_is_written_in() -> None:
+    """It runs in the node of the child that made the tensor, which has nothing to do with it."""
+    model = nn.Sequential(Hooked(), nn.Linear(4, 4))
+    found = found_in(model, lambda: model(torch.randn(2, 4)).sum().backward())
+    assert (found.phase, found.module, found.op) == ("backward", "0", "aten.div.Tensor")
+    assert "register_hook" in found.source
