@@ -94,7 +94,8 @@ def world() -> World:
         torch.are_deterministic_algorithms_enabled(),
     )
     state["early stop"] = torch.utils.checkpoint._enable_checkpoint_early_stop
-    state["saved tensor hooks"] = torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    saved_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    state["saved tensor hooks"] = saved_hooks is None or saved_hooks(True) is None
     state["recursion limit"] = sys.getrecursionlimit()
     state["interpreter"] = (
         sys.excepthook,
