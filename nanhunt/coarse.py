@@ -11,7 +11,7 @@ from .finding import TensorStats
 from .verdict import Call, Origin
 
 _SMALL = ("float16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
-_KIND_WORD = {"nan": "NaN", "+inf": "+inf", "-inf": "-inf"}
+_NEAR = 256.0
 
 
 def cause(origin: Origin, stats: Sequence[TensorStats], dtype: str | None) -> str:
@@ -28,11 +28,15 @@ def cause(origin: Origin, stats: Sequence[TensorStats], dtype: str | None) -> st
         return "literal"
     if "nan" in origin.kinds:
         return "unknown"
-    if dtype in _SMALL:
-        return "overflow"
-    top = max((s.absmax or 0.0 for s in stats), default=0.0)
     limit = numerics.format_of(dtype or "float32")
-    return "overflow" if limit is not None and top > math.sqrt(limit.max) else "unknown"
+    largest = [s.absmax or 0.0 for s in stats]
+    inputs = max((s.absmax or 0.0 for s in stats if s.role == "input"), default=0.0)
+    weights = max((s.absmax or 0.0 for s in stats if s.role == "weight"), default=0.0)
+    if limit is None:
+        return "unknown"
+    # Near the limit, or a product of what came in that comes near it: else it may be a division by zero as well.
+    near = limit.max / _NEAR if dtype in _SMALL else math.sqrt(limit.max)
+    return "overflow" if max([*largest, inputs * weights], default=0.0) > near else "unknown"
 
 
 def why(origin: Origin, stats: Sequence[TensorStats], dtype: str | None) -> str | None:
@@ -54,8 +58,16 @@ def why(origin: Origin, stats: Sequence[TensorStats], dtype: str | None) -> str 
     elif origin.phase == "optimizer":
         rates = origin.facts.get("rates") or []
         wrong = [r for r in rates if isinstance(r, float) and not math.isfinite(r)]
+        gradient = next((s for s in stats if s.role == "gradient" and s.first_bad), None)
         if wrong:
             said.append(f"the learning rate is {wrong[0]}")
+        elif gradient is not None:
+            said.append(
+                f"its gradient held {_count(gradient)} when the step began, although backward had given finite ones: "
+                "look at what is done to gradients in between (clipping, unscaling, averaging)"
+            )
+        elif origin.facts.get("late"):
+            said.append("it was written after the optimizer step, before the model ran again")
         else:
             said.append("every gradient that backward gave was finite")
     else:

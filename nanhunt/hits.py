@@ -12,6 +12,7 @@ from .options import OnHit, Options
 from .verdict import Origin
 
 KEPT = 100  # findings that are kept
+_SAME = 3  # times that the same bad state is recorded or warned of
 
 
 class Hits:
@@ -25,6 +26,7 @@ class Hits:
         self.findings: list[Finding] = []
         self.first: Finding | None = None  # the first that is a fault
         self.on_hit: OnHit = options.on_hit
+        self._times: dict[tuple[str | None, ...], int] = {}
         self.theirs: Exception | None = None  # what the user's own callable has raised
         self._allow, self._kinds, self._inner = options.allow, options.kinds, inner
 
@@ -48,6 +50,11 @@ class Hits:
             NonFiniteError: when `on_hit` is "raise".
             Exception: whatever the user's callable raises.
         """
+        if finding.phase == "state" and not callable(self.on_hit) and self.on_hit != "raise":
+            key = (finding.phase, finding.module, finding.kind, finding.tensor, finding.op)
+            self._times[key] = self._times.get(key, 0) + 1
+            if self._times[key] > _SAME:
+                return  # a poisoned weight shows in every later step
         self.keep(finding)
         if callable(self.on_hit):
             try:

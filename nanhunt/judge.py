@@ -45,6 +45,8 @@ class Judge:
         self.state, self.scaling = State(names, self), Scaling(self)
         self.alert = False
         self.stepped_back = False  # a backward has run in this step
+        self.fresh = False  # the step before was not watched
+        self.turns = 0  # steps that have ended
         self.has_optimizer = False  # one that moves this model is known
         self.origins: list[Origin] = []
         self.outside: list[Origin] = []  # origins that have left the model in this step
@@ -61,17 +63,18 @@ class Judge:
 
     def outermost(self) -> None:
         """The model is entered from outside: a step may begin, and state may have changed meanwhile."""
-        on = self.observer.on
-        if on:
-            self.state.look()  # what an update written by hand has done belongs to the step that is over
+        if self.observer.on:  # what an update written by hand has done belongs to the step that is over
+            self.state.look(fresh=self.fresh)
+            self.fresh = False
         self._broken.clear()
         if not self.stepped_back:  # a call that no backward follows is judged on its own
             self.origins = [o for o in self.origins if not o.settled]
             self.outside = [o for o in self.outside if not o.settled]
         if self.stepped_back and not self.has_optimizer:  # with one, the step ends when it has moved the weights
             self.turn()
-        if self.observer.on and not on:
-            self.state.look()
+        if self.observer.on and self.fresh:
+            self.state.look(fresh=True)
+            self.fresh = False
 
     def batch(self, recs: list[Rec], args: Any, kwargs: Any) -> None:
         self.scene.batch(recs, args, kwargs)
@@ -322,6 +325,7 @@ class Judge:
         for origin in self.origins:
             if not origin.settled:
                 self.clear(origin, "absorbed")
+        self.turns += 1
         self.alert = self.stepped_back = self.state.optimizer_ran = False
         self.origins.clear()
         self.outside.clear()

@@ -57,10 +57,11 @@ def intended(tensor: Any, kinds: tuple[str, ...], builtin: bool, node: str = "")
 def _written(node: Any, kinds: tuple[str, ...], depth: int) -> bool:
     if node is None or depth == 0:
         return False
-    name = type(node).__name__
+    name, operands = type(node).__name__, node.next_functions
+    if name.startswith("Where") and any(type(one[0]).__name__.startswith("LinalgSlogdet") for one in operands):
+        return False  # torch.logdet of a singular matrix
     if name.startswith(_WRITES):
         return True
-    operands = node.next_functions
     if name.startswith(("AddBackward", "SubBackward")):
         # scores + mask: the mask needs no gradient, so it leaves no edge (and neither does a number).
         return len(operands) > 1 and operands[1][0] is None and kinds == ("-inf",) and _plain(operands[0][0])

@@ -44,7 +44,7 @@ def checked(*, kinds: Iterable[str], allow: Iterable[str], **asked: Any) -> Opti
     _one_of("stop", asked["stop"], _STOP)
     _one_of("detail", asked["detail"], _DETAIL)
     _one_of("compiled", asked["compiled"], _COMPILED)
-    kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds)
+    kinds = _words("kinds", kinds)
     if not kinds:
         raise UsageError(f"kinds is empty: name at least one of {', '.join(KINDS)}")
     for kind in kinds:
@@ -60,7 +60,7 @@ def checked(*, kinds: Iterable[str], allow: Iterable[str], **asked: Any) -> Opti
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         raise UsageError(f"every={every!r}: give a whole number of steps, 1 or more")
     trained_with(asked["optimizer"], asked["scaler"])
-    return Options(kinds=kinds, allow=(allow,) if isinstance(allow, str) else tuple(allow), **asked)
+    return Options(kinds=kinds, allow=_words("allow", allow), **asked)
 
 
 def trained_with(optimizer: Any, scaler: Any) -> None:
@@ -84,6 +84,13 @@ def refuse_compiled(model: nn.Module) -> None:
                 f"{name} ({type(module).__name__}) is compiled, and hooks inside a compiled graph are dead: use "
                 'nanhunt.watch(model, compiled="eager") to run it eagerly while it is watched'
             )
+
+
+def _words(name: str, value: Any) -> tuple[str, ...]:
+    words = (value,) if isinstance(value, str) else value
+    if not isinstance(words, (tuple, list, set, frozenset)) or not all(isinstance(word, str) for word in words):
+        raise UsageError(f"{name}={value!r}: give a word or a tuple of words")
+    return tuple(words)
 
 
 def _one_of(

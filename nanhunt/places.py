@@ -70,6 +70,8 @@ class Places:
         place = Place("forward", run.schema.name, call, sites.user_site())
         if call is None:
             updating, place.optimizer = sites.optimizer_running()
+            if updating and torch.is_grad_enabled():  # a closure's loss, unless it is an update without no_grad
+                updating = any(self._owners.of(o.live) is not None for o in operands)
             if updating or (self.after_backward and self._updates(operands)):
                 place.phase = "optimizer"
         return place

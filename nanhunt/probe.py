@@ -44,14 +44,9 @@ def payload(t: Tensor) -> Tensor | None:
 
 
 def _unusual(t: Tensor) -> Tensor | None:
-    if (
-        isinstance(t, FakeTensor)
-        or is_functorch_wrapped_tensor(t)
-        or is_lazy(t)
-        or t.is_meta
-        or t.is_quantized
-        or t._is_zerotensor()
-    ):
+    if isinstance(t, FakeTensor) or is_functorch_wrapped_tensor(t) or is_lazy(t) or t.is_meta or t.is_quantized:
+        return None
+    if type(t) in _PLAIN_TYPES and t._is_zerotensor():
         return None
     if hasattr(t, "_local_tensor"):  # DTensor: this rank's shard
         return payload(t._local_tensor)

@@ -74,6 +74,7 @@ class Snapshot:
         self._switches = switches() if not inside else _nothing
         self._large: list[Held] = []
         self._budget = _MOST_BYTES
+        self._samples: Samples | None = None  # until all is taken
         self._modules(model, "")
         for thing in restore:
             self._handed(thing)
@@ -339,7 +340,7 @@ class Snapshot:
         loose = [(name, held) for name, held in self._params.values() if held.number is None]
         loose += [("a large tensor of the batch", held) for held in self._large]
         written = {name: None for name, held in loose if version_of(held.tensor) != held.version}
-        touched = self._samples.written() if loose else set()
+        touched = self._samples.written() if loose and self._samples is not None else set()
         written.update((name, None) for name, held in loose if name in touched)
         return list(dict.fromkeys((*self._unready, *self._gaps, *written)))
 

@@ -98,7 +98,7 @@ def rerun(shadow: Shadow, module: nn.Module, call: Call, args: Any, kwargs: Any)
     """
     snapshot = Snapshot(module, inside=True)
     random_before = torch.get_rng_state()
-    drawn = False
+    drawn, ran = False, None
     args, kwargs = pytree.tree_map_only(torch.Tensor, _copy, (args, kwargs))
     running, again = shadow.calls.running()
     entry = shadow.calls.known(module, running)
@@ -106,7 +106,7 @@ def rerun(shadow: Shadow, module: nn.Module, call: Call, args: Any, kwargs: Any)
     torch.set_autocast_cache_enabled(False)  # else a weight that was cast before is not seen to be cast
     try:
         if entry is not None:
-            shadow.calls.begin(module, entry, running, again)
+            ran = shadow.calls.begin(module, entry, running, again)[0]
         # Hooks on saved tensors, a checkpoint's among them, are to see what the program saves and no more.
         with saved_tensors_hooks(lambda t: t, lambda t: t), shadow.tracer:
             for name, tensor in arguments(args, kwargs, module):
@@ -124,8 +124,11 @@ def rerun(shadow: Shadow, module: nn.Module, call: Call, args: Any, kwargs: Any)
     fields = shadow.fields
     if fields is None:
         return None
-    if fields["module"] == call.path:
-        fields["call"] = call.nth
+    if ran is not None and fields["module"] is not None:  # a shared module bears the name of the call it stands in
+        if fields["module"] == ran.path:
+            fields["module"], fields["call"] = call.path, call.nth
+        elif fields["module"].startswith(ran.path + "."):
+            fields["module"] = call.path + fields["module"][len(ran.path) :]
     if drawn:
         fields["notes"] = {"rerun": "the module drew random numbers: the run that explains it used other draws"}
     return fields

@@ -22,7 +22,7 @@ class Scaling:
     """Holds an overflow back until the scaler has decided.
 
     A scaler that is finding its scale skips steps, nine of them may be healthy: that is no fault. Three things
-    are: a step that was not skipped, an overflow at scale 1, and a bad value that has another cause than size.
+    are: weights moved by such gradients, an overflow at scale 1, and a bad value that has another cause than size.
     """
 
     def __init__(self, judge: Judge) -> None:
@@ -36,6 +36,7 @@ class Scaling:
         """`what`: "scale", "step" or "update", and each with ":before" ahead of it."""
         if what == "scale" and scaler.is_enabled():
             self.scaler = scaler
+            self._judge.has_optimizer = True  # the step ends when the scaler is updated
             if isinstance(given, torch.Tensor) and isinstance(out, torch.Tensor) and given.device.type == "cpu":
                 numbers = probe.payload(given)
                 self._finite_before = {id(out): numbers is not None and not probe.bad(*probe.limits(numbers))}
@@ -81,8 +82,10 @@ class Scaling:
     def _decide(self) -> None:
         pending, self.pending = self.pending, []
         for origin in pending:
+            # An optimizer that moved weights with such gradients has shown in the weights by now; another one, whose
+            # gradients were fine, may well have been let through.
             origin.facts["loss_scale"] = self._scale
-            if self._judge.state.optimizer_ran or self._scale <= 1.0:
+            if self._scale <= 1.0:
                 self._judge.confirm(origin)
             else:
                 self._judge.clear(origin, "loss_scale")

@@ -87,7 +87,7 @@ class Scene:
         return None
 
     def take(self, origin: Origin, rec: Rec | None, tensor: Any, module: nn.Module | None, hand: Any) -> None:
-        origin.step = self.step
+        origin.step = max(0, self.step - bool(origin.facts.get("late")))  # what is done after a step belongs to it
         facts = origin.facts
         of = hand if isinstance(hand, Rec) else rec  # of a gradient, the record is of the tensor it belongs to
         facts["dtype"] = _dtype_name(of.dtype) if of is not None else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import linecache
 import os
 import sys
@@ -88,14 +89,28 @@ def inside_backward(frame: FrameType | None = None) -> Inside:
 
 def backward_site(frame: FrameType | None = None) -> Site | None:
     """The line that called backward. On an accelerator the engine has threads of its own: then any thread's."""
-    stacks: list[FrameType | None] = [frame or sys._getframe(1)]
-    stacks.extend(sys._current_frames().values())
-    for stack in stacks:
-        while stack is not None and not _is_engine(stack):
-            stack = stack.f_back
-        if stack is not None:
-            return user_site(stack)
-    return None
+    found = _engine_above(frame or sys._getframe(1))
+    if found is None:
+        found = next((engine for stack in _all_stacks() if (engine := _engine_above(stack)) is not None), None)
+    return user_site(found) if found is not None else None
+
+
+def _engine_above(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and not _is_engine(frame):
+        frame = frame.f_back
+    return frame
+
+
+def _all_stacks() -> list[FrameType]:
+    # Python holds a lock while it lists the threads, and a collection that starts meanwhile may want it too
+    # (python/cpython#106883): it would wait for itself for ever.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return list(sys._current_frames().values())
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:

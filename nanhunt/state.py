@@ -29,14 +29,20 @@ class State:
         self._bad_moments: set[tuple[str, str | None]] = set()  # optimizer state that was bad once
         self._at_start: set[str] = set()  # names of what was bad when it was first looked at
         self._told: set[str] = set()
+        self._fresh = False
         self.optimizer_ran = False  # in this step
 
     # --- parameters and buffers -------------------------------------------------------------------
 
-    def look(self) -> None:
-        """Look at all that was written since the last look, between two runs of the model."""
+    def look(self, *, fresh: bool = False) -> None:
+        """Look at all that was written since the last look, between two runs of the model.
+
+        `fresh`: nobody was looking until now, so what is bad has been so before.
+        """
+        self._fresh = fresh
         self._look(self._parameters(), "parameter")
         self._look(self._buffers(), "buffer")
+        self._fresh = False
 
     def look_at_buffers(self, call: Call) -> None:
         """Look at the buffers that a forward (its outermost call) has written."""
@@ -92,16 +98,21 @@ class State:
             buffer = name in self._names.buffers
             if not kinds or name in self._told or (buffer and "nan" not in kinds):
                 continue
-            if not buffer and name not in self._at_start:
+            if name not in self._at_start or (buffer and self._is_scratch(name)):
                 continue
             self._told.add(name)
             owner = name.rpartition(".")[0]
-            if judge.faulted() or name not in self._at_start:
+            if judge.faulted():
                 continue
             tensor = self._tensor(name)
             origin = Origin("state", judge.user_of(id(tensor), name), kinds, name, owner=owner)
             origin.facts["what"] = "buffer" if buffer else "parameter"
             judge.confirm(judge.born(origin, None, tensor, None, None))  # no op of the step has shown it
+
+    def _is_scratch(self, name: str) -> bool:
+        """A buffer that is not saved: a cache made with torch.empty holds what the memory held, until it is written."""
+        owner, _, short = name.rpartition(".")
+        return short in getattr(self._names.by_path.get(owner), "_non_persistent_buffers_set", ())
 
     def _tensor(self, name: str) -> torch.Tensor | None:
         owner, _, short = name.rpartition(".")
@@ -136,7 +147,7 @@ class State:
             observer.measure(numbers, rec)
             self._seen[name] = (id(tensor), version, before[2] if before else ())
             if rec.bad or before is None or before[2] or observer.deferring:
-                args = (name, owner, rec, what, before is None, call)
+                args = (name, owner, rec, what, before is None or self._fresh, call)
                 observer.tell(True, self._changed, args, None, tensor)
 
     def _changed(
@@ -158,8 +169,10 @@ class State:
                 maker = judge.observer.calls.last.get(owner) or call
                 origin = judge.born(Origin("forward", maker, kinds, name, owner=owner), rec, tensor, None, None)
             judge.confirm(origin, tensor)
-        elif (judge.stepped_back or self.optimizer_ran) and not judge.faulted():  # an update written by hand
+        elif (judge.stepped_back or self.optimizer_ran or judge.turns) and not judge.faulted():
+            # An update written by hand, or what is done between the steps: an average of the weights, a clamp.
             origin = Origin("optimizer", None, kinds, name, owner=owner)
+            origin.facts["late"] = not (judge.stepped_back or self.optimizer_ran)
             judge.confirm(judge.born(origin, rec, tensor, None, None), tensor)
 
     # --- the optimizer's step ---------------------------------------------------------------------

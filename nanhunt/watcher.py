@@ -325,6 +325,7 @@ class Watch:
         if on and not self._observer.on and self.step:
             self._observer.names.refresh()
             self._hook_parameters()
+            self._judge.fresh = True
         self._observer.on = on
 
     # --- hits ---------------------------------------------------------------------------------------
