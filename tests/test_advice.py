@@ -745,14 +745,14 @@ TEXTS: dict[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
     "bad-buffer": (
-        "The buffer mean already held nan in 1 of 2 numbers, first at [1]; this op is the first to read it.",
+        "The buffer mean held nan in 1 of 2 numbers, first at [1] before this step; this op is the first to read it.",
         (
             "Reset mean (BatchNorm: reset_running_stats()) or load a good checkpoint.",
             "If training made it, watch the step before: the fault lies there.",
         ),
     ),
     "bad-buffer-bfloat16": (
-        "The buffer mean already held nan in 1 of 2 numbers, first at [1]; this op is the first to read it.",
+        "The buffer mean held nan in 1 of 2 numbers, first at [1] before this step; this op is the first to read it.",
         (
             "Reset mean (BatchNorm: reset_running_stats()) or load a good checkpoint.",
             "If training made it, watch the step before: the fault lies there.",

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ import nanhunt
 from . import programs
 
 COUNT = int(os.environ.get("NANHUNT_RANDOM_PROGRAMS", "0"))
-PLANTED, HEALTHY = COUNT or 40, COUNT or 16
+PLANTED, HEALTHY = COUNT or 24, COUNT or 8
 pytestmark = pytest.mark.filterwarnings("ignore")
 SEEDS = st.integers(0, 10**6)
 STEADY = settings(  # the same programs in each run; a smaller seed is no smaller program
@@ -82,8 +84,8 @@ def test_a_seed_always_gives_the_same_program() -> None:
 def test_nearly_every_program_is_what_it_is_meant_to_be(tmp_path: Path) -> None:
     """Programs that are thrown away would make the figures look better than they are."""
     for planted in (True, False):
-        kept = [programs.attempt(seed, planted=planted, folder=str(tmp_path)) is not None for seed in range(20)]
-        assert sum(kept) >= 18
+        kept = [programs.attempt(seed, planted=planted, folder=str(tmp_path)) is not None for seed in range(10)]
+        assert sum(kept) >= 9
 
 
 @pytest.mark.parametrize("wrong", ["module", "op", "line", "phase"])
@@ -183,3 +185,24 @@ def test_a_hook_belongs_to_the_module_whose_forward_it_is_written_in() -> None:
     found = found_in(model, lambda: model(torch.randn(2, 4)).sum().backward())
     assert (found.phase, found.module, found.op) == ("backward", "0", "aten.div.Tensor")
     assert "register_hook" in found.source
+
+
+CYCLES = """
+import gc, threading
+from nanhunt import sites
+
+class Cycle:
+    def __init__(self):
+        self.me, self.local = self, threading.local()
+        self.local.x = 1
+
+gc.set_threshold(1)
+for _ in range(300):
+    Cycle()
+    sites._all_stacks()
+"""
+
+
+def test_looking_at_all_threads_does_not_wait_for_itself() -> None:
+    """Up to Python 3.11, a collection inside sys._current_frames that frees a thread-local never ends."""
+    subprocess.run([sys.executable, "-c", CYCLES], check=True, timeout=60)
