@@ -337,7 +337,7 @@ class Judge:
     def leaving(self) -> None:
         """The watch ends inside a step: look once more at what may have been written since."""
         if self.observer.on and (self.stepped_back or self.origins):
-            self.state.look()
+            self.state.look(last=self.stepped_back)
 
     def returned(self, rec: Rec, module: Any, tensor: Any) -> None:
         """A tensor that the step gives back to its caller."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from types import CodeType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -57,6 +58,19 @@ class Owners:
         """The code of a module's forward."""
         forward = getattr(type(self._names.by_path.get(path)), "forward", None)
         return getattr(forward, "__code__", None)
+
+    def only_one_with(self, written: Callable[[CodeType], bool]) -> tuple[str, str] | None:
+        """Path and type of the one module whose forward fits; None where there is none, or several."""
+        fits: dict[type, bool] = {}
+        found: list[tuple[str, str]] = []
+        for path, module in self._names.by_path.items():
+            kind = type(module)
+            if kind not in fits:
+                code = self.forward_of(path)
+                fits[kind] = code is not None and written(code)
+            if fits[kind]:
+                found.append((path, type_name(module)))
+        return found[0] if len(found) == 1 else None
 
     def name_of(self, t: torch.Tensor, optimizer: torch.optim.Optimizer | None = None) -> str | None:
         owner = self.of(t, optimizer)

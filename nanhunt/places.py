@@ -48,7 +48,13 @@ class Places:
             return self._accumulated(getattr(node, "variable", None))
         made = self._nodes.forward_of(node)
         call = made.call if made is not None else None
-        place = Place("backward", run.schema.name, self._writer(inside.hook, call) or call, inside.site)
+        writer = self._writer(inside.hook, call)
+        place = Place("backward", run.schema.name, writer or call, inside.site)
+        hook = inside.hook
+        if hook is not None and writer is None:  # a hook on what a module was given stands on no call of its own
+            only = self._owners.only_one_with(lambda forward: _holds(forward, hook))
+            if only is not None:
+                place.call, (place.module, place.module_type) = None, only
         place.user_code = inside.site is not None
         if place.site is None:
             place.site = sites.backward_site()

@@ -29,20 +29,21 @@ class State:
         self._bad_moments: set[tuple[str, str | None]] = set()  # optimizer state that was bad once
         self._at_start: set[str] = set()  # names of what was bad when it was first looked at
         self._told: set[str] = set()
-        self._fresh = False
+        self._fresh = self._last = False
         self.optimizer_ran = False  # in this step
 
     # --- parameters and buffers -------------------------------------------------------------------
 
-    def look(self, *, fresh: bool = False) -> None:
+    def look(self, *, fresh: bool = False, last: bool = False) -> None:
         """Look at all that was written since the last look, between two runs of the model.
 
-        `fresh`: nobody was looking until now, so what is bad has been so before.
+        `fresh`: nobody was looking until now, so what is bad has been so before. `last`: there is no later look that
+        would show what was written through `.data`, which counts no version.
         """
-        self._fresh = fresh
+        self._fresh, self._last = fresh, last
         self._look(self._parameters(), "parameter")
         self._look(self._buffers(), "buffer")
-        self._fresh = False
+        self._fresh = self._last = False
 
     def look_at_buffers(self, call: Call) -> None:
         """Look at the buffers that a forward (its outermost call) has written."""
@@ -138,7 +139,7 @@ class State:
             version = _version(tensor)
             before = self._seen.get(name)
             unchanged = before is not None and before[0] == id(tensor) and before[1] == version
-            if unchanged and (call is None or what == "parameter" or not self._uncounted(owner)):
+            if unchanged and not self._last and (call is None or what == "parameter" or not self._uncounted(owner)):
                 continue
             numbers = probe.payload(tensor)
             if numbers is None:

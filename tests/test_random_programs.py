@@ -187,6 +187,18 @@ def test_a_hook_belongs_to_the_module_whose_forward_it_is_written_in() -> None:
     assert "register_hook" in found.source
 
 
+class Given(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.register_hook(lambda grad: grad * 0 / (grad * 0))
+        return x.tanh()
+
+
+def test_a_hook_on_what_a_module_was_given_is_its_own_too() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Given(), nn.Linear(4, 4))
+    found = found_in(model, lambda: model(torch.randn(2, 4)).sum().backward())
+    assert (found.phase, found.module, found.module_type) == ("backward", "1", "Given")
+
+
 CYCLES = """
 import gc, threading
 from nanhunt import sites
