@@ -156,7 +156,7 @@ class Observer:
             rec.scope = call.parent or rec.scope  # what a child made and its parent hands on lives outside the parent
             rec.exits = rec.exits or outermost
             if call not in rec.makers:
-                rec.makers.append(call)
+                _remember(rec.makers, call)
             recs.append(rec)
             bad |= rec.bad
         if not again:
