@@ -138,7 +138,7 @@ class Judge:
     ) -> Origin:
         """Nothing bad had reached this code: it made the value, unless its weights were bad already."""
         if call is not None:
-            state = self.state.bad_before(call)
+            state = self.state.bad_before(call, kinds)
             if state is not None:
                 return self._bad_state(call, state, rec, tensor, module, hand)
         origin = Origin("forward", call, kinds, "output" if before is None else "input")

@@ -59,11 +59,12 @@ class State:
             and owner in self._judge.observer.calls.last
         )
 
-    def bad_before(self, call: Call) -> tuple[str, str, tuple[str, ...], str] | None:
+    def bad_before(self, call: Call, value: tuple[str, ...] = ("nan",)) -> tuple[str, str, tuple[str, ...], str] | None:
         """(name, owner, kinds, what) of a parameter, or of a buffer with a NaN, that the call's own code may read.
 
         An infinity in a buffer may stand there on purpose; one in a parameter never does. What belongs to a
-        child that ran inside the call was read there, and would have shown in what that child gave back.
+        child that ran inside the call was read there, and would have shown in what that child gave back. What is to
+        be explained is a `value` of these kinds: a NaN that was read does not give an Inf.
         """
         prefix = call.path + "." if call.path else ""
         takers = self._judge.observer.param_takers
@@ -72,7 +73,7 @@ class State:
             if not kinds or not (name.startswith(prefix) or name in handed):
                 continue
             buffer = name in self._names.buffers
-            if buffer and "nan" not in kinds:
+            if ("nan" in kinds and "nan" not in value) or (buffer and "nan" not in kinds):
                 continue
             owner = name.rpartition(".")[0]
             child = self._judge.observer.calls.last.get(owner)
