@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,10 +80,7 @@ class Judge:
         self.scene.batch(recs, args, kwargs)
 
     def entered(self, call: Call, recs: list[Rec], module: nn.Module | None, hand: Any) -> None:
-        for rec in recs:
-            if not rec.bad:
-                continue
-            self.alert = True
+        for rec in self._bad_ones(recs):
             if rec.origin is None:
                 tensor = self.scene.find(rec, hand)
                 kinds = self.kinds(rec, tensor)
@@ -98,10 +95,7 @@ class Judge:
                 call.own.append(rec.origin)
 
     def left(self, call: Call, recs: list[Rec], outermost: bool, module: nn.Module | None, hand: Any) -> None:
-        for rec in recs:
-            if not rec.bad:
-                continue
-            self.alert = True
+        for rec in self._bad_ones(recs):
             if rec.origin is None:
                 tensor = self.scene.find(rec, hand)
                 kinds = self.kinds(rec, tensor)
@@ -117,6 +111,12 @@ class Judge:
                     self._explain(rec.origin, tensor)
                     if rec.lo != rec.lo or not rec.origin.literal:
                         self.confirm(rec.origin, tensor)
+
+    def _bad_ones(self, recs: list[Rec]) -> Iterator[Rec]:
+        for rec in recs:
+            if rec.bad:
+                self.alert = True
+                yield rec
 
     def _handed(self, rec: Rec, kinds: tuple[str, ...], tensor: Any, module: Any) -> Origin:
         """A bad tensor given to the outermost call: a batch, or what code around the model has made."""

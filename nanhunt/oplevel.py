@@ -26,6 +26,16 @@ class _Tracer(Tracer):  # type: ignore[no-untyped-call]
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
+def told(tracer: Tracer, birth: Birth, tensor: torch.Tensor | None = None) -> dict[str, Any]:
+    """The fields of a `Finding` for a birth, with its way to the tensor where it was noticed, if there is one."""
+    return {
+        **tracer.explain(birth),
+        "literal": birth.literal,
+        "path": tracer.path(birth, tensor) if tensor is not None else [],
+        "ledger": dict(tracer.counts),
+    }
+
+
 class OpLevel:
     """Runs a `Tracer` beside the hooks and answers for a bad tensor where it was born."""
 
@@ -74,16 +84,10 @@ class OpLevel:
         if birth is None:
             return None
         origin = Origin(birth.phase, birth.call, birth.kinds, birth.tensor)
-        origin.facts["op_level"] = {**self.tracer.explain(birth), "path": [], "ledger": dict(self.tracer.counts)}
+        origin.facts["op_level"] = told(self.tracer, birth)
         return origin
 
     def fields(self, tensor: torch.Tensor, birth: Birth | None = None) -> dict[str, Any] | None:
         """The fields of a `Finding` for the birth behind a bad tensor; None when the tracer does not know it."""
         birth = birth or self.tracer.birth_of(tensor)
-        if birth is None:
-            return None
-        known = self.tracer.explain(birth)
-        known["literal"] = birth.literal
-        known["path"] = self.tracer.path(birth, tensor)
-        known["ledger"] = dict(self.tracer.counts)
-        return known
+        return told(self.tracer, birth, tensor) if birth is not None else None

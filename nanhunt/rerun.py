@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from .calls import Calls
 from .leaves import arguments, leaves
 from .naming import Names
+from .oplevel import told
 from .replay import Snapshot
 from .tracer import Tracer
 from .verdict import Call
@@ -51,10 +52,7 @@ class Shadow:
         for _, tensor in leaves(values):
             birth = self.tracer.birth_of(tensor)
             if birth is not None:
-                self.fields = self.tracer.explain(birth)
-                self.fields["literal"] = birth.literal
-                self.fields["path"] = self.tracer.path(birth, tensor)
-                self.fields["ledger"] = dict(self.tracer.counts)
+                self.fields = told(self.tracer, birth, tensor)
                 return
 
 

@@ -106,18 +106,17 @@ class Scene:
             and origin.call is not None
             and origin.phase in ("forward", "state")
         ):
-            self._run_again(origin, module, hand)
+            self._run_again(origin, origin.call)
         with torch.no_grad():
             facts["tensors"] = tuple(self._describe(origin, rec, tensor, module, hand)) or _light(origin, rec)
 
-    def _run_again(self, origin: Origin, module: nn.Module | None, hand: Any) -> None:
+    def _run_again(self, origin: Origin, call: Call) -> None:
         """Explain a birth on the spot: the culprit's own code once more, under the tracer."""
         from .rerun import Shadow, possible, rerun  # loads the op level, which a healthy run never needs
 
-        call = origin.call
-        if call is None or origin.literal or self._absorbed.get(self._signature(origin)):
+        if origin.literal or self._absorbed.get(self._signature(origin)):
             return  # a value that was harmless before: the program is not run twice for it
-        ran = next((one for one in frames.running() if id(one[0]) == call.module_id), None)
+        ran = _running(call)
         if ran is None or not possible(ran[0], ran[1:], self.observer.calls):
             return
         shadow = Shadow(self.observer.names, origin.facts.get("before"))
@@ -186,11 +185,9 @@ class Scene:
                     yield probe.stats(p.grad, "gradient", "its gradient")
             return
         given: list[tuple[str, torch.Tensor]] = []
-        if call is not None:
-            for running, args, kwargs in frames.running():
-                if id(running) == call.module_id:
-                    given = list(arguments(args, kwargs, self.observer.names.by_path.get(call.path, running)))
-                    break
+        ran = _running(call) if call is not None else None
+        if call is not None and ran is not None:
+            given = list(arguments(ran[1], ran[2], self.observer.names.by_path.get(call.path, ran[0])))
         for label, one in given[:_ROWS]:
             if one is not tensor and (one.is_floating_point() or one.is_complex()):
                 yield probe.stats(one, "input", label)
@@ -289,6 +286,11 @@ class Scene:
         with torch.no_grad():
             squares = [g.detach().double().square().sum().item() for g in grads if g is not None]
         return float(sum(squares) ** 0.5) if squares else None
+
+
+def _running(call: Call) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
+    """The module of a call that still runs, and what it was given."""
+    return next((one for one in frames.running() if id(one[0]) == call.module_id), None)
 
 
 def _shows(tensor: torch.Tensor, rec: Rec) -> bool:

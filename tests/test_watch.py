@@ -1,4 +1,4 @@
-"""What a watch must leave as it was, where the situations do not look: re-runs in the middle of a step."""
+"""A watch where neither the situations nor the cases look: re-runs in a step, infinities of composite ops."""
 
 from __future__ import annotations
 
@@ -50,3 +50,18 @@ def test_a_re_run_in_the_middle_of_a_step_leaves_the_cached_casts_alone() -> Non
     """Bitwise equal gradients, although a module in between was run a second time under autocast."""
     for plain, watched in zip(_gradients(False), _gradients(True), strict=True):
         assert torch.equal(plain, watched)
+
+
+class LogDet(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.logdet(x.view(-1, 3, 3) * 0)
+
+
+def test_an_infinity_that_torch_itself_writes_down_is_no_mask() -> None:
+    """torch.logdet gives the -inf of a singular matrix by a `where`, as a user's mask would be made."""
+    model = nn.Sequential(nn.Linear(9, 9), LogDet())
+    with nanhunt.watch(model, detail="module", on_hit="record") as hunt:
+        model(torch.randn(2, 9)).sum().backward()
+    assert hunt.finding is not None
+    assert (hunt.finding.phase, hunt.finding.module, hunt.finding.kind) == ("forward", "1", "-inf")
+    assert hunt.finding.cause != "literal"
