@@ -66,10 +66,10 @@ class Attachment:
         self._listener: Listener | None = listener
 
     def parameters(
-        self, named: Iterable[tuple[str, torch.Tensor]], make: Callable[[str], Callable[[torch.Tensor], None]]
+        self, named: Iterable[tuple[str, str, torch.Tensor]], make: Callable[[str], Callable[[torch.Tensor], None]]
     ) -> None:
         """Hook the gradient of every parameter once; those that were replaced since are hooked anew."""
-        for name, p in named:
+        for name, _owner, p in named:
             if id(p) in self._params or not p.requires_grad or is_lazy(p):
                 continue
             if not p.is_leaf:

@@ -88,6 +88,14 @@ class Names:
                     self.buffers[prefix + name] = (module, name)
         return len(self.modules) != before or set(self.modules) != known
 
+    def parameters(self) -> Iterator[tuple[str, str, nn.Parameter]]:
+        """(name, path of the module that owns it, parameter), as they stand in the modules now."""
+        for path, module in self.by_path.items():
+            prefix = path + "." if path else ""
+            for name, p in module._parameters.items():
+                if p is not None:
+                    yield prefix + name, path, p
+
     def forget(self) -> None:
         """Let the model go."""
         self.model = nn.Module()

@@ -41,7 +41,7 @@ class State:
         would show what was written through `.data`, which counts no version.
         """
         self._fresh, self._last = fresh, last
-        self._look(self._parameters(), "parameter")
+        self._look(self._names.parameters(), "parameter")
         self._look(self._buffers(), "buffer")
         self._fresh = self._last = False
 
@@ -83,11 +83,9 @@ class State:
 
     def meant(self, call: Call) -> bool:
         """True when a buffer of the call's own module holds an infinity: it may stand there on purpose."""
-        prefix = call.path + "." if call.path else ""
         return any(
             kinds and "nan" not in kinds and name.rpartition(".")[0] == call.path and name in self._names.buffers
             for name, (_, _, kinds) in self._seen.items()
-            if name.startswith(prefix)
         )
 
     def standing(self) -> None:
@@ -120,13 +118,6 @@ class State:
         owner, _, short = name.rpartition(".")
         found = getattr(self._names.by_path.get(owner), short, None)
         return found if isinstance(found, torch.Tensor) else None
-
-    def _parameters(self) -> _Named:
-        for path, module in self._names.by_path.items():
-            prefix = path + "." if path else ""
-            for name, p in module._parameters.items():
-                if p is not None:
-                    yield prefix + name, path, p
 
     def _buffers(self) -> _Named:
         for name, (module, short) in self._names.buffers.items():

@@ -124,14 +124,7 @@ class Watch:
 
     def _hook_parameters(self) -> None:
         with internals.unseen_by_modes() if internals.foreign_modes(self._observer.own_modes) else nullcontext():
-            self._attachment.parameters(self._named(), self._parameter_hook)
-
-    def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for path, module in self._observer.names.by_path.items():
-            prefix = path + "." if path else ""
-            for name, p in module._parameters.items():
-                if p is not None:
-                    yield prefix + name, p
+            self._attachment.parameters(self._observer.names.parameters(), self._parameter_hook)
 
     def _parameter_hook(self, name: str) -> Callable[[torch.Tensor], None]:
         return functools.partial(self._observer.on_parameter, name)
