@@ -8,7 +8,7 @@ from torch import nn
 
 from . import internals, sites
 from .naming import Names, type_name
-from .verdict import Call, Rec, common
+from .verdict import Call, common
 
 # Linear maps and piecewise linear ones: from finite gradients their derivative can overflow, not be undefined.
 _STEADY = (
@@ -17,19 +17,22 @@ _STEADY = (
     "AvgPool1d AvgPool2d AvgPool3d MaxPool1d MaxPool2d MaxPool3d AdaptiveAvgPool1d AdaptiveAvgPool2d"
 ).split()
 
-Running = list[tuple[Call, list[Rec]]]  # innermost last, each with the records of what it was given
+Running = list[Call]  # innermost last
 
 
 class Entry:
     """A module of the tree as it was read."""
 
-    __slots__ = ("aliases", "builtin", "kwargs", "steady", "type_name")
+    __slots__ = ("aliases", "builtin", "key", "kwargs", "looked", "path", "steady", "type_name")
 
-    def __init__(self, module: nn.Module, aliases: list[str]) -> None:
-        self.aliases = aliases
+    def __init__(self, module: nn.Module, names: Names) -> None:
+        self.key = id(module)
+        self.aliases = names.modules[self.key]
+        self.path = self.aliases[0]
         self.type_name = type_name(module)
         self.builtin = type(module).__module__.startswith("torch.nn.modules.")
         self.steady = self.builtin and self.type_name in _STEADY
+        self.looked = any(names.wanted(path) for path in self.aliases)
         self.kwargs = True  # until a call without keyword arguments has been seen
 
 
@@ -57,9 +60,9 @@ class Calls:
 
     def __init__(self, names: Names, *, sites: bool) -> None:
         self._names, self._sites = names, sites
-        self._local = _Thread()
+        self.thread = _Thread()
         self._counts: dict[str, int] = {}
-        self._entries: dict[int, Entry] = {}
+        self.entries: dict[int, Entry] = {}  # id(module) ->
         self._patience, self._waited = 1, 0
         self.last: dict[str, Call] = {}  # path -> its last call of this step
         self.ran = False  # in this step, watched or not
@@ -67,16 +70,15 @@ class Calls:
         self._learn()
 
     def _learn(self) -> None:
-        known = self._entries
-        self._entries = {}
+        known = self.entries
+        self.entries = {}
         for module in self._names.model.modules():
-            key = id(module)
-            entry = Entry(module, self._names.modules[key])
-            if key in known:
-                entry.kwargs = known[key].kwargs
-            self._entries[key] = entry
+            entry = Entry(module, self._names)
+            if entry.key in known:
+                entry.kwargs = known[entry.key].kwargs
+            self.entries[entry.key] = entry
 
-    def _newcomer(self, module: nn.Module) -> Entry | None:
+    def newcomer(self, module: nn.Module) -> Entry | None:
         """A module that is not in the tree as it was read: added since, or made on the fly in a forward."""
         self._waited += 1
         if self._waited < self._patience:
@@ -87,47 +89,48 @@ class Calls:
             self._patience = 1
         else:  # made anew in every forward: do not read the tree each time
             self._patience = min(self._patience * 2, 4096)
-        return self._entries.get(id(module))
+        return self.entries.get(id(module))
 
     def running(self) -> tuple[Running, bool]:
         """The calls that run in this thread, and whether they only recompute (inside a backward)."""
-        local = self._local
+        thread = self.thread
         task = internals.graph_task()
-        if task != local.task:
-            local.turn(task)
-        return local.running, task != -1
+        if task != thread.task:
+            thread.turn(task)
+        return thread.running, task != -1
 
     def known(self, module: nn.Module, running: Running) -> Entry | None:
         """The entry of a module; None for one that is not part of the model."""
-        entry = self._entries.get(id(module))
-        return self._newcomer(module) if entry is None and running else entry
+        entry = self.entries.get(id(module))
+        return self.newcomer(module) if entry is None and running else entry
 
-    def begin(self, module: nn.Module, entry: Entry, running: Running, again: bool) -> tuple[Call, list[Rec]]:
-        parent = running[-1][0] if running else None
-        path = entry.aliases[0]
+    def begin(self, entry: Entry, running: Running, again: bool) -> Call:
+        parent = running[-1] if running else None
+        path = entry.path
         if again and parent is None and path in self.last:  # it stands where it stood the first time
             parent = self.last[path].parent
         if len(entry.aliases) > 1:
             path = common(parent.path if parent else "", entry.aliases)
-        nth = self._counts.get(path, 0) + (not again)
-        self._counts[path] = nth
-        call = Call(path, entry.type_name, max(nth, 1), parent, id(module))
-        call.steady, call.builtin = entry.steady, entry.builtin
+        if again:
+            call = Call(path, entry.type_name, max(self._counts.get(path, 1), 1), parent, entry.key)
+            call.again = True
+        else:
+            nth = self._counts[path] = self._counts.get(path, 0) + 1
+            call = self.last[path] = Call(path, entry.type_name, nth, parent, entry.key)
+        if entry.builtin:
+            call.builtin, call.steady = True, entry.steady
         if self._sites:
-            call.site = sites.user_site()
-        taken: list[Rec] = []
+            call.site = sites.caller()
         if not running:
             self.threads.add(threading.get_ident())
-        running.append((call, taken))
-        call.again = again
-        if not again:
-            self.last[path] = call
-        return call, taken
+        running.append(call)
+        return call
 
-    def end(self, module: nn.Module, running: Running) -> tuple[Call, list[Rec]] | None:
+    def end(self, module: nn.Module, running: Running) -> Call | None:
         """Take the call of a module off, with all that still lies on it; None when it did not begin here."""
+        key = id(module)
         for at in range(len(running) - 1, -1, -1):
-            if running[at][0].module_id == id(module):
+            if running[at].module_id == key:
                 found = running[at]
                 del running[at:]
                 if not running:
@@ -136,7 +139,7 @@ class Calls:
         return None
 
     def met_kwargs(self, call: Call) -> None:
-        entry = self._entries.get(call.module_id)
+        entry = self.entries.get(call.module_id)
         if entry is not None:
             entry.kwargs = True
 
@@ -147,7 +150,7 @@ class Calls:
     def current(self) -> Call | None:
         """The innermost running call of this thread, None outside the model."""
         running, _ = self.running()
-        return running[-1][0] if running else None
+        return running[-1] if running else None
 
     def new_step(self) -> None:
         self._counts.clear()
@@ -156,4 +159,4 @@ class Calls:
 
     def interrupted(self) -> None:
         """The program left by an exception: what was running is not running any more."""
-        self._local.running.clear()
+        self.thread.running.clear()

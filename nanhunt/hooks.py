@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -20,14 +21,20 @@ from torch.nn.parameter import is_lazy
 from torch.optim import optimizer as _optimizer
 from torch.utils.hooks import RemovableHandle
 
+_HOOK_DICTS = hasattr(torch._C._FunctionBase, "_register_hook_dict")
 RAISED: Any = object()  # stands for the output of a module whose forward raised
 
 
-class Listener(Protocol):
-    """What a watch answers to. Nothing it returns is used; only the deliberate stop may be raised."""
+class CallListener(Protocol):
+    """What is told of module calls. Nothing it returns is used; only the deliberate stop may be raised."""
 
     def on_pre(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None: ...
-    def on_post(self, module: torch.nn.Module, args: Any, kwargs: Any, out: Any) -> None: ...
+    def on_post(self, module: torch.nn.Module, args: Any, kwargs: Any, out: Any = ...) -> None: ...
+
+
+class Listener(Protocol):
+    """What is told of the rest of a step."""
+
     def on_backward_begin(self, roots: tuple[Any, ...], create_graph: bool) -> None: ...
     def on_backward_end(self, given: tuple[Any, ...], grads: Any, ok: bool) -> None: ...
     def on_optimizer(self, optimizer: torch.optim.Optimizer, after: bool) -> None: ...
@@ -37,25 +44,12 @@ class Listener(Protocol):
 class Attachment:
     """All that one watch has hung into torch. `remove` takes it off again; it can be called twice."""
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: Listener, calls: CallListener) -> None:
         self._handles: list[Any] = []
         self._params: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}
         self._leaves: list[RemovableHandle] = []
-
-        # Dynamo traces global hooks into the graph: the first line is a constant for it, the rest is not seen.
-        def pre(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-            if torch.compiler.is_compiling():
-                return
-            listener.on_pre(module, args)
-
-        # On an exception torch calls it without kwargs, as hook(module, args, None).
-        def post(module: torch.nn.Module, args: Any, kwargs: Any, out: Any = RAISED) -> None:
-            if torch.compiler.is_compiling():
-                return
-            listener.on_post(module, args, kwargs, out)
-
-        self._handles.append(_nn_module.register_module_forward_pre_hook(pre))
-        self._handles.append(_nn_module.register_module_forward_hook(post, with_kwargs=True, always_call=True))
+        self._handles.append(_nn_module.register_module_forward_pre_hook(calls.on_pre))
+        self._handles.append(_nn_module.register_module_forward_hook(calls.on_post, with_kwargs=True, always_call=True))
         self._handles.append(
             _optimizer.register_optimizer_step_pre_hook(lambda o, a, k: listener.on_optimizer(o, False))
         )
@@ -66,7 +60,9 @@ class Attachment:
         self._listener: Listener | None = listener
 
     def parameters(
-        self, named: Iterable[tuple[str, str, torch.Tensor]], make: Callable[[str], Callable[[torch.Tensor], None]]
+        self,
+        named: Iterable[tuple[str, str, torch.Tensor]],
+        make: Callable[[str, torch.Tensor], Callable[[torch.Tensor], None]],
     ) -> None:
         """Hook the gradient of every parameter once; those that were replaced since are hooked anew."""
         for name, _owner, p in named:
@@ -74,12 +70,30 @@ class Attachment:
                 continue
             if not p.is_leaf:
                 continue
-            self._params[id(p)] = (p, p.register_post_accumulate_grad_hook(make(name)))  # type: ignore[no-untyped-call]
+            self._params[id(p)] = (p, p.register_post_accumulate_grad_hook(make(name, p)))  # type: ignore[no-untyped-call]
 
-    def gradient(self, tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-        """Hook the gradient of a tensor. A leaf outlives the step, so its handle is kept for removal."""
+    def instead(self, p: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+        """Put another hook in the place of ours: those of others keep theirs, before or behind it."""
+        handle = self._params[id(p)][1]
+        hung = handle.hooks_dict_ref()
+        if hung is not None and handle.id in hung:
+            hung[handle.id] = hook
+
+    def gradient(
+        self, tensor: torch.Tensor, node: Any, others: Any, key: int, hook: Callable[[torch.Tensor], None]
+    ) -> None:
+        """Hook the gradient of a tensor, which `node` has made, under a `key` that torch never gives.
+
+        What `Tensor.register_hook` does, at a third of its price: no handle is made where none is needed. A leaf
+        outlives the step, so its handle is kept for removal.
+        """
+        if others is None and node is not None and _HOOK_DICTS:
+            tensor._backward_hooks = hung = OrderedDict()
+            hung[key] = hook
+            node._register_hook_dict(tensor)
+            return
         handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-        if tensor.grad_fn is None:
+        if node is None:
             self._leaves.append(handle)
 
     def drop_leaves(self) -> None:

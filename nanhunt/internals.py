@@ -25,11 +25,12 @@ running_node: Callable[[], Any] = _private("_current_autograd_node", None)
 # The backward that is running in this thread, -1 in forward. Without it all ops look like forward.
 graph_task: Callable[[], int] = _private("_current_graph_task_id", -1)
 _next_node: Callable[[], int] = _private("_autograd._get_sequence_nr", 0)
-_tracing: Callable[[], Any] = _private("_get_tracing_state", None)
-_transforms: Callable[[], Any] = _private("_functorch.peek_interpreter_stack", None)
+tracing: Callable[[], Any] = _private("_get_tracing_state", None)
+transforms: Callable[[], Any] = _private("_functorch.peek_interpreter_stack", None)
 
-_dispatch_modes: Callable[[], Any] = _private("_len_torch_dispatch_stack", 0)
-_function_modes: Callable[[], Any] = _private("_len_torch_function_stack", 0)
+grad_mode: Callable[[bool], Any] = getattr(torch._C, "_set_grad_enabled", torch.set_grad_enabled)
+dispatch_modes: Callable[[], Any] = _private("_len_torch_dispatch_stack", 0)
+function_modes: Callable[[], Any] = _private("_len_torch_function_stack", 0)
 
 ACCUMULATE = 1 << 63  # AccumulateGrad has the number 2**64 - 1: after everything else
 
@@ -47,18 +48,16 @@ def number_of(node: Any) -> int:
 
 def transformed() -> bool:
     """True inside a torch.func transform."""
-    return _transforms() is not None
+    return transforms() is not None
 
 
 def recording() -> bool:
     """True while torch.jit.trace records."""
-    return _tracing() is not None
+    return tracing() is not None
 
 
-def batched(tensor: torch.Tensor) -> bool:
-    """True for the tensors of `autograd.grad(is_grads_batched=True)`, which know few ops."""
-    check = getattr(torch._C._functorch, "is_legacy_batchedtensor", None)
-    return bool(check(tensor)) if check is not None else False
+# True for the tensors of `autograd.grad(is_grads_batched=True)`, which know few ops.
+batched: Callable[[torch.Tensor], bool] = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)
 
 
 def off_limits() -> bool:
@@ -86,7 +85,7 @@ def autocast_dtype(t: torch.Tensor) -> bool:
 
 def foreign_modes(ours: int = 0) -> bool:
     """True when a mode of the user would see what we do with tensors; `ours` dispatch modes are our own."""
-    return bool(_dispatch_modes() > ours or _function_modes() > 0)
+    return bool(dispatch_modes() > ours or function_modes() > 0)
 
 
 @contextlib.contextmanager
@@ -104,13 +103,19 @@ def take_mode_off(mode: Any) -> None:
         mode.__exit__(None, None, None)
         return
     above: list[Any] = []
-    while _dispatch_modes() > 0:
+    while dispatch_modes() > 0:
         top = pop()
         if top is mode:
             break
         above.append(top)
     for other in reversed(above):
         push(other)
+
+
+def flat(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """One vector with the numbers of all: a copy, made by one op."""
+    one_op = getattr(torch._C._nn, "flatten_dense_tensors", None)
+    return one_op(tensors) if one_op is not None else torch.cat([t.reshape(-1) for t in tensors])
 
 
 class _Eager:

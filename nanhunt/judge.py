@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -91,8 +91,7 @@ class Judge:
                     rec.origin = settle(kinds, parent.own) or self._made(
                         parent, rec, kinds, tensor, module, hand, before=call
                     )
-            if rec.origin not in call.own:
-                call.own.append(rec.origin)
+            call.reached(rec.origin)
 
     def left(self, call: Call, recs: list[Rec], outermost: bool, module: nn.Module | None, hand: Any) -> None:
         for rec in self._bad_ones(recs):
@@ -100,9 +99,10 @@ class Judge:
                 tensor = self.scene.find(rec, hand)
                 kinds = self.kinds(rec, tensor)
                 rec.origin = settle(kinds, call.own) or self._made(call, rec, kinds, tensor, module, hand)
-            above = self.outside if call.parent is None else call.parent.own
-            if rec.origin not in above:
-                above.append(rec.origin)
+            if call.parent is not None:
+                call.parent.reached(rec.origin)
+            elif rec.origin not in self.outside:
+                self.outside.append(rec.origin)
         if outermost:
             self.state.look_at_buffers(call)
             for rec in recs:
@@ -192,6 +192,7 @@ class Judge:
         self.stepped_back = True
         if not self.observer.on:
             return
+        self.observer.backward_begins()
         for root in roots:
             if isinstance(root, torch.Tensor):
                 rec = self.observer.look(root, ("loss", ""), None, None, False)
@@ -215,7 +216,7 @@ class Judge:
         self.confirm(rec.origin, tensor)
 
     def gradient(self, rec: Rec, reading: Rec, module: Any, grad: Any) -> None:
-        rec.came_back(reading)
+        rec.came_back(reading.absmax, reading.numel)
         if not reading.bad:
             return
         self.alert = True
@@ -264,7 +265,8 @@ class Judge:
     ) -> Origin:
         # The derivative may read a value that forward had thrown away: then that one is the first.
         judged = self.observer.calls.first_run(call)
-        for known in (judged.own if judged is not None else self.outside) + self.origins:
+        near: Sequence[Origin] = judged.own if judged is not None else self.outside
+        for known in (*near, *self.origins):
             if known.settled or known.literal or known.phase == "backward":
                 continue
             if judged is None or known in judged.own or known.call is judged:
@@ -291,6 +293,7 @@ class Judge:
         self._depth = max(0, self._depth - 1)
         if self._depth or internals.graph_task() != -1 or not self.observer.on:
             return
+        self.observer.arrived()
         if isinstance(grads, (tuple, list)):  # torch.autograd.grad: its results pass no parameter hook
             for i, grad in enumerate(grads):
                 if isinstance(grad, torch.Tensor) and not isinstance(grad, nn.Parameter):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torch import nn
 
@@ -61,8 +61,9 @@ class Names:
     pairs. The model is held, so the identities stay true; `refresh` takes in what was added since.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, wanted: Callable[[str], bool] = lambda path: True) -> None:
         self.model: nn.Module = model
+        self.wanted = wanted  # which modules are looked at, by path
         self.modules: dict[int, list[str]] = {}
         self.by_path: dict[str, nn.Module] = {}
         self.owners: dict[int, list[tuple[str, str]]] = {}
@@ -74,27 +75,33 @@ class Names:
         before = len(self.modules)
         known = set(self.modules)
         self.modules, self.owners, self.by_path, self.buffers = {}, {}, {}, {}
+        self._parameters: list[tuple[str, str, dict[str, nn.Parameter | None], str]] = []
         for path, module in walk(self.model):
             self.modules.setdefault(id(module), []).append(path)
             self.by_path[path] = module  # of a wrapper and what it wraps, the inner one
             prefix = path + "." if path else ""
-            for name, p in module._parameters.items():
+            looked = self.wanted(path)
+            parameters = module._parameters
+            if not isinstance(parameters, dict):  # a ScriptModule's
+                parameters = dict(parameters.items())
+            for name, p in parameters.items():
+                if looked:
+                    self._parameters.append((prefix + name, path, parameters, name))
                 if p is not None:
                     pairs = self.owners.setdefault(id(p), [])
                     if (prefix + name, path) not in pairs:
                         pairs.append((prefix + name, path))
             for name, b in module._buffers.items():
-                if b is not None:
+                if b is not None and looked:
                     self.buffers[prefix + name] = (module, name)
         return len(self.modules) != before or set(self.modules) != known
 
     def parameters(self) -> Iterator[tuple[str, str, nn.Parameter]]:
-        """(name, path of the module that owns it, parameter), as they stand in the modules now."""
-        for path, module in self.by_path.items():
-            prefix = path + "." if path else ""
-            for name, p in module._parameters.items():
-                if p is not None:
-                    yield prefix + name, path, p
+        """(name, path of the module that owns it, parameter) of the modules that are looked at, as they stand now."""
+        for name, path, parameters, short in self._parameters:
+            p = parameters.get(short)
+            if p is not None:
+                yield name, path, p
 
     def forget(self) -> None:
         """Let the model go."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import itertools
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -15,8 +15,9 @@ from torch import nn
 from . import frames, hooks, internals, probe
 from .calls import Calls
 from .errors import NonFiniteError
+from .internals import batched, dispatch_modes, function_modes, graph_task, tracing, transforms
+from .looks import Looks
 from .naming import Names
-from .recorder import Slots
 from .verdict import Call, Rec
 
 if TYPE_CHECKING:
@@ -25,10 +26,17 @@ if TYPE_CHECKING:
 
 TRAIL = 21  # calls that a report shows before the fault
 _USERS = 64  # calls remembered for one tensor
+_SMALL = 1 << 13  # numbers: below, a call costs more than the copy into one tensor
 _PLAIN = (int, float, str, bool, type(None))
+_OUTPUT = ("output", "")
+_ARGUMENT = [(i, "") for i in range(64)]
+_INF = math.inf
+_Tensor = torch.Tensor
+
+Taken = tuple[Call, list[Rec] | tuple[Rec, ...], list[Rec] | tuple[Rec, ...]]  # a call, what it took, what it gave
 
 
-class Observer:
+class Observer(Looks):
     """Turns what the hooks see into `Call`s and `Rec`s. Its methods return None and never raise by accident."""
 
     def __init__(
@@ -39,40 +47,104 @@ class Observer:
         sites: bool,
         defer: bool,
         at_once: bool,
+        backward: bool,
         failed: Callable[[Exception], None],
     ) -> None:
+        super().__init__(defer=defer, at_once=at_once, backward=backward)
         self.on = False
-        self.names, self.judge, self.slots = names, judge, Slots()
-        self.attachment: hooks.Attachment | None = None
-        self.seen = 0  # tensors looked at
+        self.names, self.judge = names, judge
         self.roots = 0  # calls of the model from outside
         self.calls = Calls(names, sites=sites)
-        self.trail: deque[tuple[Call, list[Rec], list[Rec]]] = deque(maxlen=TRAIL)
+        self.trail: deque[Taken] = deque(maxlen=TRAIL)
         self.param_takers: dict[int, list[Call]] = {}
-        self.blind: set[str] = set()
         self.shadow: Shadow | None = None  # while a module is run again: its calls are not the program's
-        self.dtypes: set[torch.dtype] = set()  # met in this step
-        self._defer, self._failed, self._at_once = defer, failed, at_once
-        self._lock = threading.Lock()
         self.aside = False  # a hunt inside runs its step once more: that is not the program's
-        self.serial = 0  # of the step
         self.own_modes = 0  # dispatch modes that are ours
-        self._known: dict[Any, tuple[internals.Storage, Rec]] = {}
-        self._known_limit = 4096
+        self.largest_grad = 0.0  # of the parameters, in this step; infinity when it is not known
+        self._failed = failed
+        self._small: dict[int, tuple[str, nn.Parameter]] = {}  # those whose gradients are looked at together, by id
+        self._arrived: list[nn.Parameter] = []  # those that have got it
 
-    # --- module calls -----------------------------------------------------------------------------
+    def attach(self, attachment: hooks.Attachment) -> None:
+        self.attachment = attachment
+        self.bring = self.on_gradient
+
+    # --- what torch calls -------------------------------------------------------------------------
 
     def on_pre(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if self.shadow is not None and self.shadow.thread == threading.get_ident():
-            self.shadow.on_pre(module, args, frames.call_kwargs())
-        else:
-            self.guarded(self._enter, module, args)
+        if torch.compiler.is_compiling():
+            return
+        if (
+            dispatch_modes() > self.own_modes
+            or function_modes()
+            or self.shadow is not None
+            or self.aside
+            or transforms() is not None
+            or tracing() is not None
+        ):
+            if self.shadow is not None and self.shadow.thread == threading.get_ident():
+                self.shadow.on_pre(module, args, frames.call_kwargs())
+            else:
+                self.guarded(self._enter, module, args)
+            return
+        try:
+            self._enter(module, args)
+        except NonFiniteError:
+            raise
+        except Exception as failure:
+            self._failed(failure)
 
-    def on_post(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        if self.shadow is not None and self.shadow.thread == threading.get_ident():
-            self.shadow.on_post(module)
-        else:
-            self.guarded(self._leave, module, args, kwargs, out)
+    # On an exception torch calls it without kwargs, as on_post(module, args, None).
+    def on_post(self, module: nn.Module, args: Any, kwargs: Any, out: Any = hooks.RAISED) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if (
+            dispatch_modes() > self.own_modes
+            or function_modes()
+            or self.shadow is not None
+            or self.aside
+            or transforms() is not None
+            or tracing() is not None
+        ):
+            if self.shadow is not None and self.shadow.thread == threading.get_ident():
+                self.shadow.on_post(module)
+            else:
+                self.guarded(self._leave, module, args, kwargs, out)
+            return
+        try:
+            self._leave(module, args, kwargs, out)
+        except NonFiniteError:
+            raise
+        except Exception as failure:
+            self._failed(failure)
+
+    def on_gradient(self, rec: Rec, grad: torch.Tensor | None) -> None:
+        if not self.on or grad is None or self.shadow is not None:
+            return
+        if self._unusual():
+            self.guarded(self._gradient, rec, grad)
+            return
+        try:
+            self._gradient(rec, grad)
+        except NonFiniteError:
+            raise
+        except Exception as failure:
+            self._failed(failure)
+
+    def on_parameter(self, name: str, param: torch.Tensor) -> None:
+        if self.on and param.grad is not None:
+            self.guarded(self._parameter, name, param, param.grad)
+
+    def _unusual(self) -> bool:
+        """True where a look needs care: modes of the user, transforms, tracing, runs that are not the program's."""
+        return (
+            dispatch_modes() > self.own_modes
+            or function_modes() > 0
+            or self.shadow is not None
+            or self.aside
+            or transforms() is not None
+            or tracing() is not None
+        )
 
     def guarded(self, event: Callable[..., None], *args: Any) -> None:
         """Run an event unseen by the user's modes. Only the deliberate stop leaves it."""
@@ -92,34 +164,59 @@ class Observer:
         except Exception as failure:
             self._failed(failure)
 
+    # --- module calls -----------------------------------------------------------------------------
+
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        running, again = self.calls.running()
-        entry = self.calls.known(module, running)
+        calls, thread = self.calls, self.calls.thread
+        task = graph_task()
+        if task != thread.task:
+            thread.turn(task)
+        running = thread.running
+        entry = calls.entries.get(id(module))
         if entry is None:
-            return
+            entry = calls.newcomer(module) if running else None
+            if entry is None:
+                return
+        again = task != -1
         outermost = not running and not again  # a checkpoint's recomputation was judged the first time
         if outermost:
             self.roots += 1
-            self.judge.outermost()
-            self.calls.ran = True
-            if len(self._known) > self._known_limit:
-                self._prune()
+            if self.on or self.judge.stepped_back:
+                self.judge.outermost()
+            calls.ran = True
+            self.prune()
         if not self.on:
             return
-        call, recs = self.calls.begin(module, entry, running, again)
-        bad = False
-        for name, tensor in _arguments(args, deep=outermost):
-            bad |= self._take(tensor, name, call, recs, again)
+        call = calls.begin(entry, running, again)
+        if not entry.looked and not outermost:
+            call.looked = False
+            return
+        recs = call.taken = []
+        bad, parent = False, call.parent
+        for i, arg in enumerate(args):
+            kind = type(arg)
+            if kind is _Tensor and i < 64:
+                rec = self.look(arg, _ARGUMENT[i], parent, None, again)
+                if rec is not None:
+                    rec.takers.append(call)
+                    if len(rec.takers) > _USERS:
+                        del rec.takers[0]
+                    recs.append(rec)
+                    bad = bad or rec.bad
+            elif kind not in _PLAIN:
+                for name, tensor in _tensors(arg, i, deep=outermost):
+                    bad = self._take(tensor, name, call, recs, again) or bad
         kwargs: dict[str, Any] = {}
         if entry.kwargs or not args:
             kwargs = frames.call_kwargs()
             entry.kwargs = bool(kwargs)
             for key, value in kwargs.items():
-                for name, tensor in _arguments((value,), deep=outermost):
-                    bad |= self._take(tensor, (key, name[1]), call, recs, again)
+                if type(value) not in _PLAIN:
+                    for name, tensor in _tensors(value, key, deep=outermost):
+                        bad = self._take(tensor, name, call, recs, again) or bad
         if outermost:
             self.judge.batch(recs, args, kwargs)
-        if not again:
+        if (bad or self.judge.alert or self.deferring) and not again:
             self.tell(bad, self.judge.entered, (call, recs), module, (args, kwargs))
 
     def _take(self, tensor: torch.Tensor, name: Any, call: Call, recs: list[Rec], again: bool) -> bool:
@@ -134,225 +231,194 @@ class Observer:
         return rec.bad
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        running, again = self.calls.running()
-        ended = self.calls.end(module, running)
-        if ended is None or not self.on:
+        calls, thread = self.calls, self.calls.thread
+        task = graph_task()
+        if task != thread.task:
+            thread.turn(task)
+        running = thread.running
+        if not running:
             return
-        call, taken = ended
+        again = task != -1
+        call: Call | None = running[-1]
+        if len(running) > 1 and running[-1].module_id == id(module):
+            del running[-1]
+        else:
+            call = calls.end(module, running)
+        if call is None or not self.on:
+            return
         if out is hooks.RAISED:
             self.judge.broken(call)
             return
-        if isinstance(kwargs, dict) and kwargs:
-            self.calls.met_kwargs(call)
+        if kwargs and isinstance(kwargs, dict):
+            calls.met_kwargs(call)
         outermost = not running and not again
+        if not call.looked:
+            return
         recs: list[Rec] = []
         bad = False
-        for name, tensor in probe.leaves(out):
-            if isinstance(tensor, nn.Parameter):
-                continue
-            rec = self.look(tensor, ("output", name), call.parent, call, again)
-            if rec is None:
-                continue
-            rec.scope = call.parent or rec.scope  # what a child made and its parent hands on lives outside the parent
-            rec.exits = rec.exits or outermost
-            if call not in rec.makers:
-                _remember(rec.makers, call)
-            recs.append(rec)
-            bad |= rec.bad
+        if type(out) is _Tensor:
+            rec = self.look(out, _OUTPUT, call.parent, call, again)
+            if rec is not None:
+                bad = self._give(rec, call, outermost)
+                recs.append(rec)
+        else:
+            for name, tensor in probe.leaves(out):
+                if not isinstance(tensor, nn.Parameter):
+                    rec = self.look(tensor, ("output", name), call.parent, call, again)
+                    if rec is not None:
+                        bad = self._give(rec, call, outermost) or bad
+                        recs.append(rec)
         if not again:
-            self.trail.append((call, taken, recs))
-            self.tell(bad or outermost, self.judge.left, (call, recs, outermost), module, (out, args, kwargs))
+            self.trail.append((call, call.taken, recs))
+            if bad or outermost or self.judge.alert or self.deferring:
+                self.tell(
+                    bad or outermost,
+                    self.judge.left,
+                    (call, recs, outermost),
+                    module,
+                    (out, args, kwargs),
+                    always=outermost,
+                )
         if outermost:
             self.drain()
 
-    # --- tensors ----------------------------------------------------------------------------------
+    @staticmethod
+    def _give(rec: Rec, call: Call, outermost: bool) -> bool:
+        if call.parent is not None:
+            rec.scope = call.parent  # what a child made and its parent hands on lives outside the parent
+        if outermost:
+            rec.exits = True
+        if call not in rec.makers:
+            _remember(rec.makers, call)
+        return rec.bad
 
-    def look(self, tensor: torch.Tensor, name: Any, scope: Call | None, maker: Call | None, again: bool) -> Rec | None:
-        """The record of a tensor: the one made before, or a new one with one reduction and one hook."""
-        if type(tensor) is not torch.Tensor:
-            try:
-                with torch._C.DisableTorchFunctionSubclass():  # what a subclass does to calls is not for ours
-                    return self._look(tensor, name, scope, maker, again)
-            except Exception as failure:
-                self.blind.add(f"{type(tensor).__name__} cannot be looked at ({type(failure).__name__})")
-                return None
-        return self._look(tensor, name, scope, maker, again)
-
-    def _look(self, tensor: torch.Tensor, name: Any, scope: Call | None, maker: Call | None, again: bool) -> Rec | None:
-        known = self.known(tensor)
-        if known is not None:
-            return known
-        numbers = probe.payload(tensor)
-        if numbers is None or internals.batched(tensor):
-            return None
-        self.seen += 1
-        rec = Rec(name, tensor.dtype, scope, maker)
-        self.dtypes.add(tensor.dtype)
-        if not again and self.measure(numbers, rec):
-            rec.node = type(tensor.grad_fn).__name__
-        if tensor.requires_grad and self.attachment is not None:
-            rec.leaf = tensor.grad_fn is None and not again  # a checkpoint detaches what it recomputes from
-            self.attachment.gradient(tensor, _GradientHook(self, rec, tensor._version))
-        else:
-            key = _identity(tensor)
-            if key is not None:
-                self._known[key] = (internals.Storage(tensor.untyped_storage()), rec)
-        return rec
-
-    def known(self, tensor: torch.Tensor) -> Rec | None:
-        """The record of a tensor that was looked at in this step.
-
-        One that wants a gradient bears our hook, and the record with it. Of the others the memory is known: no
-        weak reference to a tensor of the user's, which torch.utils.swap_tensors would refuse.
-        """
-        if tensor.requires_grad:
-            for hook in (tensor._backward_hooks or {}).values():
-                if type(hook) is _GradientHook and hook.observer is self and hook.fits(tensor._version, self.serial):
-                    return hook.rec
-            return None
-        key = _identity(tensor)
-        found = self._known.get(key) if key is not None else None
-        return found[1] if found is not None else None
-
-    def measure(self, numbers: torch.Tensor, rec: Rec) -> bool:
-        """Take the range of a payload: at once, or (True) into a slot that is read later."""
-        if self._defer or (numbers.device.type != "cpu" and not self._at_once):
-
-            def take(lo: float, hi: float) -> None:
-                rec.lo, rec.hi = lo, hi
-
-            with self._lock:
-                self.slots.put(numbers, take)
-            return True
-        rec.lo, rec.hi = probe.limits(numbers)
-        return False
-
-    def fine(self, numbers: torch.Tensor) -> bool:
-        """True when a payload was looked at, is finite, and nothing that happened before waits to be judged."""
-        if self._defer or self.judge.alert or self.slots.waiting or numbers.device.type != "cpu":
-            return False  # on an accelerator a look is never for free
-        self.seen += 1
-        return not probe.bad(*probe.limits(numbers))
-
-    def fine_together(self, tensors: list[torch.Tensor]) -> bool:
-        """The same of many small tensors at once: False when one is bad, or when they must be looked at singly."""
-        groups: dict[Any, list[torch.Tensor]] = {}
-        for tensor in tensors:
-            groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-        for group in groups.values():
-            numbers = probe.payload(torch.cat([tensor.detach().reshape(-1) for tensor in group]))
-            if numbers is None or not self.fine(numbers):
-                return False
-            self.seen += len(group) - 1
-        return True
-
-    def on_gradient(self, rec: Rec, grad: torch.Tensor | None) -> None:
-        if self.on and grad is not None and self.shadow is None:
-            self.guarded(self._gradient, rec, grad)
+    # --- gradients --------------------------------------------------------------------------------
 
     def _gradient(self, rec: Rec, grad: torch.Tensor) -> None:
-        reading = self.reading(grad)  # its own: the same tensor gets a gradient in each backward over the graph
-        if reading is None:
-            return
-        if reading.bad or self.deferring or self.judge.alert:
-            self.tell(True, self.judge.gradient, (rec, reading), None, grad)
-        else:
-            rec.came_back(reading)
-
-    def on_parameter(self, name: str, param: torch.Tensor) -> None:
-        if self.on and param.grad is not None:
-            self.guarded(self._parameter, name, param, param.grad)
+        # Its own reading: the same tensor gets a gradient in each backward over the graph.
+        told = self.judge.alert or self._defer or self.slots.waiting  # to the judge, whatever it is
+        if type(grad) is _Tensor and grad.dtype in probe.DIRECT and grad.is_cpu and not (told or batched(grad)):
+            try:
+                lo, hi = probe.limits(grad)
+            except (RuntimeError, IndexError):  # empty, sparse, nested
+                lo, hi = _INF, -_INF
+            if lo > -_INF and hi < _INF:
+                self.seen += 1
+                size = -lo if -lo > hi else hi
+                for call in rec.makers:
+                    if call.grad is None or not call.grad >= size:
+                        call.grad = size
+                    call.incoming += size * grad.numel()
+                return
+        self.arrived()  # what came before it is judged before it
+        reading = self.reading(grad, rec)
+        if reading is not None:
+            if reading.bad or self.deferring or self.judge.alert:
+                self.tell(True, self.judge.gradient, (rec, reading), None, grad)
+            else:
+                rec.came_back(reading.absmax, reading.numel)
 
     def _parameter(self, name: str, param: torch.Tensor, grad: torch.Tensor) -> None:
         self.judge.touched.add(id(param))
-        if type(grad) is torch.Tensor and id(param) not in self.judge.bad_grads and not internals.batched(grad):
+        if not self.judge.alert and not self.deferring and type(grad) is _Tensor and not batched(grad):
             numbers = probe.payload(grad)
-            if numbers is None or self.fine(numbers):
+            if numbers is None:
                 return
+            if numbers.is_cpu:
+                size = self.peak(numbers)
+                if size < _INF:
+                    self.largest_grad = max(self.largest_grad, size)
+                    return
+        self.largest_grad = _INF
+        self.arrived()
         reading = self.reading(grad)
         if reading is not None:
             self.tell(reading.bad, self.judge.parameter, (name, id(param), reading), None, grad)
 
-    def reading(self, grad: torch.Tensor) -> Rec | None:
-        """The range of a gradient; None where there is nothing to look at."""
-        if type(grad) is not torch.Tensor:
-            with torch._C.DisableTorchFunctionSubclass():
-                return self._read(grad)
-        return self._read(grad)
+    def parameter_hook(self, name: str, param: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        """What to hang on a parameter, to be called when its gradient has been added up.
 
-    def _read(self, grad: torch.Tensor) -> Rec | None:
-        numbers = None if internals.batched(grad) else probe.payload(grad)
-        if numbers is None:
-            return None
-        self.seen += 1
-        reading = Rec("grad", grad.dtype, None, None)
-        reading.numel = numbers.numel()
-        self.measure(numbers, reading)
-        return reading
+        Small ones are only noted, by a hook that runs no Python, and looked at together. Not where somebody may
+        change the gradient before that: a hook of the user, an all-reduce.
+        """
+        if isinstance(param, nn.Parameter) and not self._alone(param):
+            self._small[id(param)] = name, param
+            return self._arrived.append  # type: ignore[return-value]
+        return functools.partial(self.on_parameter, name)
+
+    def _alone(self, param: torch.Tensor) -> bool:
+        return (
+            self._defer
+            or type(param) is not nn.Parameter
+            or not param.is_cpu
+            or param.numel() > _SMALL
+            or param.dtype not in probe.DIRECT
+            or len(getattr(param, "_post_accumulate_grad_hooks", None) or ()) > 0
+            or (torch.distributed.is_available() and torch.distributed.is_initialized())
+        )
+
+    def backward_begins(self) -> None:
+        """Where a hook of somebody's stands behind ours by now, the gradient must be looked at before it runs."""
+        self._arrived.clear()
+        if not self._small:
+            return
+        together = torch.distributed.is_available() and torch.distributed.is_initialized()
+        for key, (name, p) in list(self._small.items()):
+            if (together or len(p._post_accumulate_grad_hooks or ()) > 1) and self.attachment is not None:
+                del self._small[key]
+                self.attachment.instead(p, functools.partial(self.on_parameter, name))
+
+    def arrived(self) -> None:
+        """Look at the small gradients that have arrived, in one go; one by one only when something is bad."""
+        if not self._arrived:
+            return
+        params = self._arrived[:]
+        self._arrived.clear()
+        if not self.on:
+            return
+        pairs = [(p, p.grad) for p in params if p.grad is not None]
+        plain = [g for _, g in pairs if type(g) is _Tensor and g.layout is torch.strided and g.dtype in probe.DIRECT]
+        if len(plain) == len(pairs) and not self.judge.alert and not self.deferring:
+            size = self.peak_together(plain)
+            if size < _INF:
+                self.judge.touched.update(map(id, params))
+                self.largest_grad = max(self.largest_grad, size)
+                return
+        for p, grad in pairs:
+            self._parameter(self._small[id(p)][0], p, grad)
 
     # --- telling ----------------------------------------------------------------------------------
 
-    @property
-    def deferring(self) -> bool:
-        """True while ranges wait on a device: what happens now must wait behind them."""
-        return self._defer or bool(self.slots.waiting)
-
     def tell(
-        self, worth: bool, event: Callable[..., None], args: tuple[Any, ...], module: nn.Module | None, hand: Any
+        self,
+        worth: bool,
+        event: Callable[..., None],
+        args: tuple[Any, ...],
+        module: nn.Module | None,
+        hand: Any,
+        *,
+        always: bool = False,
     ) -> None:
-        """Pass an event on: at once with the tensors in hand, or, when ranges wait on a device, later without."""
+        """Pass an event on: at once with the tensors in hand, or, when ranges wait on a device, later without.
+
+        `always`: also when no range turns out to be bad.
+        """
         if self._defer or self.slots.waiting:
-            self.slots.events.append(functools.partial(event, *args, None, None))
+            self.slots.events.append((always, event, args))
         elif worth or self.judge.alert:
             event(*args, module, hand)
 
     def drain(self) -> None:
         """Read the device, if anything waits there, and judge what was read."""
         if self.slots.waiting or self.slots.events:
-            self.slots.drain()
-
-    # --- steps ------------------------------------------------------------------------------------
+            self.slots.drain(self.judge.alert)
 
     def new_step(self) -> None:
+        super().new_step()
         self.calls.new_step()
-        self.serial += 1
-        self._known.clear()
         self.param_takers.clear()
-        self.dtypes.clear()
-        self.slots.forget()
-        if self.attachment is not None:
-            self.attachment.drop_leaves()
-
-    def _prune(self) -> None:
-        self._known = {k: v for k, v in self._known.items() if not v[0].gone()}
-        self._known_limit = max(4096, 2 * len(self._known))
-
-
-class _GradientHook:
-    """What hangs on a tensor: numbers and names only, and the word that it is not to be saved with it."""
-
-    __slots__ = ("observer", "rec", "serial", "version")
-    __torch_unserializable__ = True
-
-    def __init__(self, observer: Observer, rec: Rec, version: int) -> None:
-        self.observer, self.rec, self.version, self.serial = observer, rec, version, observer.serial
-
-    def fits(self, version: int, serial: int) -> bool:
-        """True for the tensor as it was when it was looked at; a leaf that the user holds is looked at each step."""
-        return version == self.version and (serial == self.serial or not self.rec.leaf)
-
-    def __call__(self, grad: torch.Tensor | None) -> None:
-        self.observer.on_gradient(self.rec, grad)
-
-
-def _identity(tensor: torch.Tensor) -> Any:
-    """What tells a piece of memory and its contents from every other; None where there is no such thing."""
-    try:
-        memory = tensor.untyped_storage()._cdata
-        spread = None if tensor.is_contiguous() else (tuple(tensor.shape), tensor.stride())
-        return memory, tensor._version, tensor.storage_offset(), tensor.numel(), tensor.dtype, spread
-    except (RuntimeError, NotImplementedError):  # inference tensors count no versions; sparse ones have no storage
-        return None
+        self._arrived.clear()
+        self.largest_grad = 0.0
 
 
 def _remember(calls: list[Call], call: Call) -> None:
@@ -362,12 +428,10 @@ def _remember(calls: list[Call], call: Call) -> None:
         del calls[0]
 
 
-def _arguments(args: tuple[Any, ...], *, deep: bool) -> Iterator[tuple[Any, torch.Tensor]]:
-    """((position, path inside), tensor) of the arguments of a call."""
-    for i, arg in zip(itertools.count(), args):
-        kind = type(arg)
-        if issubclass(kind, torch.Tensor):
-            yield (i, ""), arg
-        elif kind not in _PLAIN:
-            for path, tensor in probe.leaves(arg, deep=deep):
-                yield (i, path), tensor
+def _tensors(arg: Any, at: int | str, *, deep: bool) -> Iterator[tuple[Any, torch.Tensor]]:
+    """((position or keyword, path inside), tensor) of one argument of a call."""
+    if issubclass(type(arg), torch.Tensor):
+        yield (at, ""), arg
+    else:
+        for path, tensor in probe.leaves(arg, deep=deep):
+            yield (at, path), tensor

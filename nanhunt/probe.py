@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
 from .finding import TensorStats
+from .internals import grad_mode
 from .leaves import leaves as leaves
 from .numerics import format_of, headroom_bits, headrooms
 
@@ -21,7 +22,7 @@ Tensor = torch.Tensor
 
 _STRIDED = torch.strided
 _PLAIN_TYPES = (Tensor, Parameter)
-_DIRECT = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+DIRECT = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))  # what kernels reduce as it is
 _COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
 _FLOAT8 = frozenset(
     dtype for name, dtype in vars(torch).items() if name.startswith("float8_") and isinstance(dtype, torch.dtype)
@@ -32,7 +33,7 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 def payload(t: Tensor) -> Tensor | None:
     """The dense floating tensor that holds `t`'s numbers, or None when there is nothing to look at."""
     if (
-        t.dtype in _DIRECT
+        t.dtype in DIRECT
         and type(t) in _PLAIN_TYPES
         and t.layout is _STRIDED
         and not t.is_nested
@@ -63,7 +64,7 @@ def _unusual(t: Tensor) -> Tensor | None:
         t = t.values()
     if t.layout is not _STRIDED or not t.numel():
         return None
-    if t.dtype in _DIRECT:
+    if t.dtype in DIRECT:
         return t
     if t.dtype in _FLOAT8:  # no kernel reduces float8; float32 holds every value of every float8 exactly
         return t.detach().to(torch.float32)
@@ -103,8 +104,39 @@ def in_order(t: Tensor) -> Tensor:
 
 def limits(t: Tensor) -> tuple[float, float]:
     """The smallest and largest number of a payload; both are NaN when it holds one."""
-    lo, hi = torch.aminmax(in_order(t.detach()))
-    return lo.item(), hi.item()
+    if not t.is_contiguous():
+        t = in_order(t.detach())
+    if not t.is_cpu:
+        lo, hi = torch.aminmax(t.detach())
+        return lo.item(), hi.item()
+    free = _pairs[t.dtype]
+    try:
+        ends, pair = free.pop()  # threads never share one
+    except IndexError:
+        ends, pair = _pair(t.dtype)
+    graph = torch.is_grad_enabled()
+    grad_mode(False)  # cheaper than a detached view
+    try:
+        torch.aminmax(t, out=pair)
+    except NotImplementedError:  # a dual number of forward AD
+        lo, hi = torch.aminmax(t.detach())
+        return lo.item(), hi.item()
+    finally:
+        grad_mode(graph)
+    numbers = ends.tolist()
+    free.append((ends, pair))
+    return numbers[0], numbers[1]
+
+
+# Pairs of numbers that nobody uses at the moment: results that need not be allocated, and are read in one go.
+_Pair = tuple[Tensor, tuple[Tensor, Tensor]]
+_pairs: dict[torch.dtype, list[_Pair]] = {dtype: [] for dtype in DIRECT}
+
+
+def _pair(dtype: torch.dtype) -> _Pair:
+    with torch.inference_mode(False), torch.no_grad():
+        ends = torch.zeros(2, dtype=dtype, device="cpu")
+        return ends, (ends[0], ends[1])
 
 
 def bad(lo: float, hi: float) -> bool:

@@ -2,7 +2,7 @@
 
 On a CPU a reading is a number at once. On an accelerator a read would stop the host until the device
 has caught up, so the range of each tensor goes into a slot that stays on the device, the event that
-belongs to it waits in a list, and `drain` reads all slots with two copies per device and dtype.
+belongs to it waits in a list, and `drain` reads the slots with one copy per device and dtype.
 """
 
 from __future__ import annotations
@@ -14,21 +14,33 @@ from typing import Any
 import torch
 
 from . import probe
+from .verdict import Rec
 
-_SLOTS = 1024  # per block; a block is two tensors of this many numbers
+_SLOTS = 1024  # per block; a block is two numbers for each
+_Event = tuple[bool, Callable[..., None], tuple[Any, ...]]  # must it always run; called with args, None, None
 
 
 class _Block:
-    """Slots of one device and dtype. They are separate 0-dim views, made once."""
+    """Slots of one device and dtype: pairs of separate 0-dim views, made once, of numbers that lie side by side."""
 
-    __slots__ = ("high", "highs", "low", "lows", "used")
+    __slots__ = ("numbers", "pairs", "pinned", "used")
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         with torch.inference_mode(False), torch.no_grad():
-            self.low = torch.zeros(_SLOTS, dtype=dtype, device=device)
-            self.high = torch.zeros(_SLOTS, dtype=dtype, device=device)
-        self.lows, self.highs = self.low.unbind(), self.high.unbind()
+            self.numbers = torch.zeros(_SLOTS, 2, dtype=dtype, device=device)
+            ends = self.numbers.view(-1).unbind()
+            # A copy into pinned memory does not wait, so that those of several blocks run together.
+            self.pinned = (
+                torch.zeros(_SLOTS, 2, dtype=dtype, device="cpu", pin_memory=True) if device.type == "cuda" else None
+            )
+        self.pairs = list(zip(ends[::2], ends[1::2]))
         self.used = 0
+
+    def send(self) -> torch.Tensor:
+        """The slots in use, on their way to the host."""
+        if self.pinned is None:
+            return self.numbers[: self.used]
+        return self.pinned[: self.used].copy_(self.numbers[: self.used], non_blocking=True)
 
 
 class Slots:
@@ -36,51 +48,59 @@ class Slots:
 
     def __init__(self) -> None:
         self._blocks: dict[tuple[torch.device, torch.dtype], list[_Block]] = {}
-        self.waiting: list[tuple[Callable[[float, float], None], _Block, int]] = []
-        self.events: list[Callable[[], None]] = []
-        self.reads = 0  # host reads so far, for the benchmarks
+        self.waiting: list[tuple[Rec, _Block, int]] = []
+        self.events: list[_Event] = []
+        self.reads = 0  # host reads so far
         self._lock = threading.RLock()
 
-    def put(self, numbers: torch.Tensor, take: Callable[[float, float], None]) -> None:
-        """Reduce a payload into the next slot; `take(lo, hi)` is called when the slots are read."""
+    def put(self, numbers: torch.Tensor, rec: Rec) -> None:
+        """Reduce a payload into the next slot; the record gets its range when the slots are read."""
         with self._lock:
-            self._put(numbers, take)
+            blocks = self._blocks.get((numbers.device, numbers.dtype))
+            if blocks is None:
+                blocks = self._blocks[numbers.device, numbers.dtype] = [_Block(numbers.device, numbers.dtype)]
+            block = blocks[-1]
+            if block.used == _SLOTS:
+                block = next((b for b in blocks if b.used < _SLOTS), None) or _Block(numbers.device, numbers.dtype)
+                if block not in blocks:
+                    blocks.append(block)
+            i = block.used
+            block.used = i + 1
+            torch.aminmax(probe.in_order(numbers.detach()), out=block.pairs[i])
+            self.waiting.append((rec, block, i))
 
-    def _put(self, numbers: torch.Tensor, take: Callable[[float, float], None]) -> None:
-        blocks = self._blocks.setdefault((numbers.device, numbers.dtype), [])
-        block = next((b for b in blocks if b.used < _SLOTS), None)
-        if block is None:
-            block = _Block(numbers.device, numbers.dtype)
-            blocks.append(block)
-        i = block.used
-        block.used = i + 1
-        torch.aminmax(probe.in_order(numbers.detach()), out=(block.lows[i], block.highs[i]))
-        self.waiting.append((take, block, i))
+    def drain(self, alert: bool) -> None:
+        """Read every slot in use and give the records their ranges, then run the waiting events in order.
 
-    def drain(self) -> None:
-        """Read every slot in use, hand the numbers out, then run the waiting events in order."""
+        When nothing bad was read, and nothing bad waits to be judged (`alert`), only those that must always run.
+        """
         with self._lock:
-            events = self._read()
-        for event in events:
-            event()
+            bad, events = self._read()
+        for always, event, args in events:
+            if bad or alert or always:
+                event(*args, None, None)
 
-    def _read(self) -> list[Callable[[], None]]:
-        lists: dict[int, tuple[list[Any], list[Any]]] = {}
-        for blocks in self._blocks.values():
-            for block in blocks:
-                if block.used:
-                    lists[id(block)] = (
-                        block.low[: block.used].tolist(),
-                        block.high[: block.used].tolist(),
-                    )
-                    self.reads += 2
-                    block.used = 0
+    def _read(self) -> tuple[bool, list[_Event]]:
+        used = [block for blocks in self._blocks.values() for block in blocks if block.used]
+        sent = [(block, block.send()) for block in used]
+        for device in {block.numbers.device for block in used if block.pinned is not None}:
+            torch.cuda.current_stream(device).synchronize()
+        ends = {}
+        for block, numbers in sent:
+            ends[id(block)] = numbers.tolist()
+            self.reads += 1
+            block.used = 0
         waiting, self.waiting = self.waiting, []
         events, self.events = self.events, []
-        for take, block, i in waiting:
-            lows, highs = lists[id(block)]
-            take(float(lows[i]), float(highs[i]))
-        return events
+        bad = False
+        for rec, block, i in waiting:
+            rec.measured(*ends[id(block)][i])
+            bad = bad or rec.bad
+        if not bad:
+            for rec, _, _ in waiting:
+                if rec.of is not None:
+                    rec.of.came_back(rec.absmax, rec.numel)
+        return bad, events
 
     def forget(self) -> None:
         """Drop what waits without reading it."""

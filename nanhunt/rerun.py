@@ -41,7 +41,7 @@ class Shadow:
         running, again = self.calls.running()
         entry = self.calls.known(module, running)
         if entry is not None:
-            self.calls.begin(module, entry, running, again)
+            self.calls.begin(entry, running, again)
 
     def on_post(self, module: nn.Module) -> None:
         running, _ = self.calls.running()
@@ -104,7 +104,7 @@ def rerun(shadow: Shadow, module: nn.Module, call: Call, args: Any, kwargs: Any)
     torch.set_autocast_cache_enabled(False)  # else a weight that was cast before is not seen to be cast
     try:
         if entry is not None:
-            ran = shadow.calls.begin(module, entry, running, again)[0]
+            ran = shadow.calls.begin(entry, running, again)
         # Hooks on saved tensors, a checkpoint's among them, are to see what the program saves and no more.
         with saved_tensors_hooks(lambda t: t, lambda t: t), shadow.tracer:
             for name, tensor in arguments(args, kwargs, module):

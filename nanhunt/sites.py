@@ -61,6 +61,18 @@ def user_site(frame: FrameType | None = None) -> Site | None:
     return None
 
 
+def caller() -> Site | None:
+    """The same for the call of a module, from within its hooks: called for each one, so it takes the short way."""
+    frame: FrameType | None = sys._getframe(3)
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        user = _known.get(filename)
+        if (is_user(filename) if user is None else user) and (filename != "<string>" or _users(frame)):
+            return filename, frame.f_lineno
+        frame = frame.f_back
+    return None
+
+
 class Inside(NamedTuple):
     """What Python code runs between the autograd engine and the op: none, the user's, or a forward once more."""
 

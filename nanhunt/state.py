@@ -16,8 +16,12 @@ if TYPE_CHECKING:
 
 _Named = Iterable[tuple[str, str, torch.Tensor]]  # name, path of the module that owns it, tensor
 
-
-_SMALL = 1 << 14  # numbers: below, a call costs more than the copy into one tensor
+_SMALL = 1 << 13  # numbers: below, a call costs more than the copy into one tensor
+_INF = float("inf")
+_GRADIENT = 1e12  # its square, summed over any number of steps, is far below what a float32 or bfloat16 can hold
+_OFTEN = 16  # steps after which the optimizer state is looked at, also when it cannot have gone bad
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_WIDE = (torch.float32, torch.bfloat16, torch.float64)
 
 
 class State:
@@ -25,12 +29,15 @@ class State:
 
     def __init__(self, names: Names, judge: Judge) -> None:
         self._names, self._judge = names, judge
-        self._seen: dict[str, tuple[int, int, tuple[str, ...]]] = {}  # name -> (id, version, kinds)
+        self._seen: dict[str, tuple[int, int]] = {}  # name -> (id, version) at the last look
+        self._kinds: dict[str, tuple[str, ...]] = {}  # what is bad, by name; optimizer state too
         self._bad_moments: set[tuple[str, str | None]] = set()  # optimizer state that was bad once
         self._at_start: set[str] = set()  # names of what was bad when it was first looked at
         self._told: set[str] = set()
         self._fresh = self._last = False
         self.optimizer_ran = False  # in this step
+        self._moments: dict[int, tuple[int, int]] = {}  # id of an optimizer -> (id of its state, updates seen)
+        self._largest = _INF  # |number| of the parameters after the last update
 
     # --- parameters and buffers -------------------------------------------------------------------
 
@@ -69,8 +76,8 @@ class State:
         prefix = call.path + "." if call.path else ""
         takers = self._judge.observer.param_takers
         handed = {n for key, calls in takers.items() if call in calls for n, _ in self._names.owners.get(key, [])}
-        for name, (_, _, kinds) in self._seen.items():
-            if not kinds or not (name.startswith(prefix) or name in handed):
+        for name, kinds in self._bad():
+            if not (name.startswith(prefix) or name in handed):
                 continue
             buffer = name in self._names.buffers
             if ("nan" in kinds and "nan" not in value) or (buffer and "nan" not in kinds):
@@ -84,9 +91,19 @@ class State:
     def meant(self, call: Call) -> bool:
         """True when a buffer of the call's own module holds an infinity: it may stand there on purpose."""
         return any(
-            kinds and "nan" not in kinds and name.rpartition(".")[0] == call.path and name in self._names.buffers
-            for name, (_, _, kinds) in self._seen.items()
+            "nan" not in kinds and name.rpartition(".")[0] == call.path and name in self._names.buffers
+            for name, kinds in self._bad()
         )
+
+    def _bad(self) -> list[tuple[str, tuple[str, ...]]]:
+        """The parameters and buffers that are bad, in the order of the model."""
+        return [(name, self._kinds[name]) for name in self._seen if name in self._kinds] if self._kinds else []
+
+    def _found(self, name: str, kinds: tuple[str, ...]) -> None:
+        if kinds:
+            self._kinds[name] = kinds
+        else:
+            self._kinds.pop(name, None)
 
     def standing(self) -> None:
         """At the end of a step: what was bad before it, and that no value of the step has shown.
@@ -94,9 +111,9 @@ class State:
         An unread row of an embedding, the running variance of a norm in training: nothing is harmed yet.
         """
         judge = self._judge
-        for name, (_, _, kinds) in list(self._seen.items()):
+        for name, kinds in self._bad():
             buffer = name in self._names.buffers
-            if not kinds or name in self._told or (buffer and "nan" not in kinds):
+            if name in self._told or (buffer and "nan" not in kinds):
                 continue
             if name not in self._at_start or (buffer and self._is_scratch(name)):
                 continue
@@ -126,30 +143,42 @@ class State:
                 yield name, name.rpartition(".")[0], b
 
     def _look(self, tensors: _Named, what: str, call: Call | None = None) -> None:
-        observer = self._judge.observer
+        seen, observer = self._seen, self._judge.observer
+        written = []
+        small: list[torch.Tensor] = []
         for name, owner, tensor in tensors:
             version = _version(tensor)
-            before = self._seen.get(name)
-            unchanged = before is not None and before[0] == id(tensor) and before[1] == version
-            if unchanged and not self._last and (call is None or what == "parameter" or not self._uncounted(owner)):
+            unchanged = seen.get(name) == (id(tensor), version) and not self._last
+            if unchanged and (call is None or what == "parameter" or not self._uncounted(owner)):
                 continue
+            written.append((name, owner, tensor, version))
+            if _is_small(tensor) and name not in self._kinds:
+                small.append(tensor)
+        calm = len(small) > 1 and not observer.deferring and not self._judge.alert
+        if calm and observer.peak_together(small) < _INF:
+            fine = {id(tensor) for tensor in small}
+            seen.update((name, (id(tensor), version)) for name, _, tensor, version in written if id(tensor) in fine)
+            written = [one for one in written if id(one[2]) not in fine]
+        for name, owner, tensor, version in written:
             numbers = probe.payload(tensor)
             if numbers is None:
                 continue
             rec = Rec(name, tensor.dtype, None, None)
             observer.measure(numbers, rec)
-            self._seen[name] = (id(tensor), version, before[2] if before else ())
-            if rec.bad or before is None or before[2] or observer.deferring:
-                args = (name, owner, rec, what, before is None or self._fresh, call)
-                observer.tell(True, self._changed, args, None, tensor)
+            first = name not in seen
+            seen[name] = id(tensor), version
+            before = name in self._kinds
+            if rec.bad or first or before or observer.deferring:
+                args = (name, owner, rec, what, first or self._fresh, call)
+                observer.tell(True, self._changed, args, None, tensor, always=before)
 
     def _changed(
         self, name: str, owner: str, rec: Rec, what: str, at_start: bool, call: Call | None, module: Any, tensor: Any
     ) -> None:
         judge = self._judge
         kinds = judge.kinds(rec, tensor) if rec.bad else ()
-        key, version, before = self._seen[name]
-        self._seen[name] = (key, version, kinds)
+        before = self._kinds.get(name, ())
+        self._found(name, kinds)
         if at_start and kinds:
             self._at_start.add(name)
         if at_start or not kinds or set(kinds) <= set(before) or "nan" in before:
@@ -182,21 +211,72 @@ class State:
                 self._judge.result(p, p.grad)
 
     def after_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look at the parameters that were moved, and at what the optimizer keeps of them."""
         self.optimizer_ran = True
+        moments = self._moments_wanted(optimizer)
+        if self._all_fine(optimizer, moments):
+            return
+        self._largest = _INF
         rates = [g.get("lr") for g in optimizer.param_groups]
-        moments = []
         for p, name in self._moved(optimizer):
             self._updated(name, None, p, p, rates)
+        for p, name in self._moved(optimizer):
             for key, value in optimizer.state.get(p, {}).items():
                 if isinstance(value, torch.Tensor) and value.dim():
-                    moments.append((name, key, value, p))
-        small = [one for one in moments if _is_small(one[2])]
-        if self._bad_moments or not self._judge.observer.fine_together([one[2] for one in small]):
-            small = []
-        passed = {id(one[2]) for one in small}
-        for name, key, value, p in moments:
-            if id(value) not in passed:
-                self._updated(name, key, value, p, rates)
+                    self._updated(name, key, value, p, rates)
+
+    def _all_fine(self, optimizer: torch.optim.Optimizer, moments: bool) -> bool:
+        """True when nothing is bad after an update. Then nobody needs to be told, and it took the fewest looks."""
+        observer = self._judge.observer
+        if observer.deferring or self._judge.alert or self._bad_moments or self._kinds:
+            return False
+        largest = 0.0
+        small, moved = [], []
+        for p, name in self._moved(optimizer):
+            tensors = [p]
+            if moments:
+                kept = optimizer.state.get(p, {}).values()
+                tensors += [value for value in kept if isinstance(value, torch.Tensor) and value.dim()]
+            for tensor in tensors:
+                if _is_small(tensor):
+                    small.append(tensor)
+                    continue
+                numbers = probe.payload(tensor)
+                if numbers is not None:
+                    size = observer.peak(numbers) if numbers.is_cpu else _INF
+                    if size == _INF:
+                        return False
+                    largest = max(largest, size)
+            moved.append((name, p))
+        largest = max(largest, observer.peak_together(small))
+        if largest == _INF:
+            return False
+        self._largest = largest
+        self._seen.update((name, (id(p), _version(p))) for name, p in moved)
+        return True
+
+    def _moments_wanted(self, optimizer: torch.optim.Optimizer) -> bool:
+        """False where the optimizer state cannot have gone bad in a way that the parameters do not show.
+
+        What torch's own optimizers keep is made of the gradient, its square, and decay times the parameter. While
+        these are small, no square can overflow, and a NaN would show in the parameter it moves. The state is looked
+        at in the first update, when it was loaded anew, now and then, and always for other optimizers.
+        """
+        observer, state = self._judge.observer, optimizer.state
+        known, times = self._moments.get(id(optimizer), (0, 0))
+        self._moments[id(optimizer)] = id(state), times + 1
+        return not (
+            known == id(state)
+            and times % _OFTEN
+            and type(optimizer).__module__.startswith("torch.optim.")
+            and observer.largest_grad < _GRADIENT
+            and self._largest < _GRADIENT
+            and all(
+                p.dtype in _WIDE and (p.grad is None or id(p) in self._judge.touched)
+                for group in optimizer.param_groups
+                for p in group["params"]
+            )
+        )
 
     def _moved(self, optimizer: torch.optim.Optimizer) -> Iterable[tuple[torch.Tensor, str]]:
         for i, group in enumerate(optimizer.param_groups):
@@ -210,17 +290,17 @@ class State:
         numbers = probe.payload(tensor)
         if numbers is None:
             return
-        if key is not None and (name, key) not in self._bad_moments and observer.fine(numbers):
-            return
         rec = Rec(name, tensor.dtype, None, None)
         observer.measure(numbers, rec)
         label = name if key is None else f"optimizer state {key} of {name}"
-        before = self._seen[label][2] if label in self._seen else ()
+        before = self._kinds.get(label, ())
         if key is None:
-            self._seen[label] = (id(tensor), _version(tensor), before)
+            self._seen[label] = id(tensor), _version(tensor)
         if rec.bad or before or observer.deferring:
-            self._bad_moments.add((name, key))
-            observer.tell(True, self._update_seen, (label, name, before, rec, rates, p), None, tensor)
+            if rec.bad or before:
+                self._bad_moments.add((name, key))
+            args = (label, name, before, rec, rates, p)
+            observer.tell(True, self._update_seen, args, None, tensor, always=bool(before))
 
     def _update_seen(
         self,
@@ -235,9 +315,7 @@ class State:
     ) -> None:
         judge = self._judge
         kinds = judge.kinds(rec, tensor) if rec.bad else ()
-        known = self._seen.get(label, (0, -1, ()))
-        if kinds or known[2]:
-            self._seen[label] = (known[0], known[1], kinds)
+        self._found(label, kinds)
         if not kinds or set(kinds) <= set(before) or "nan" in before:
             return
         pending = judge.scaling.pending
@@ -253,8 +331,13 @@ class State:
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
-    plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.is_floating_point()
-    return plain and tensor.numel() <= _SMALL and tensor.element_size() > 1
+    return (
+        tensor.is_cpu
+        and type(tensor) in _PLAIN
+        and 0 < tensor.numel() <= _SMALL
+        and tensor.dtype in probe.DIRECT
+        and tensor.layout is torch.strided
+    )
 
 
 def _version(tensor: torch.Tensor) -> int:

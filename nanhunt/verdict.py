@@ -17,7 +17,7 @@ which was *fed* to the culprit: the deepest call that took the tensor, or the co
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,33 +28,29 @@ KINDS = ("nan", "+inf", "-inf")
 
 
 class Call:
-    """One run of a watched module. `own` holds the origins that reached its own code so far."""
+    """One run of a watched module. `own` holds the origins that reached its own code so far.
 
-    __slots__ = (
-        "again",
-        "builtin",
-        "grad",
-        "incoming",
-        "module_id",
-        "nth",
-        "own",
-        "parent",
-        "path",
-        "site",
-        "steady",
-        "type_name",
-    )
+    What a healthy run leaves as it is stands on the class: one is made for every call of every module.
+    """
+
+    site: tuple[str, int] | None = None  # file and line of the call, where it was recorded
+    own: tuple[Origin, ...] = ()
+    taken: tuple[Rec, ...] | list[Rec] = ()  # what it was given
+    grad: float | None = None  # largest |gradient| that came back to its outputs
+    incoming = 0.0  # at most so large is the sum of those |gradients|
+    again = False  # a checkpoint runs it once more, inside the backward
+    builtin = False  # a module of torch.nn
+    looked = True  # False for a module that was left out by the user
+    steady = False  # a module whose derivative can only overflow, never be undefined
 
     def __init__(self, path: str, type_name: str, nth: int, parent: Call | None, module_id: int) -> None:
         self.path, self.type_name, self.nth = path, type_name, nth
         self.parent, self.module_id = parent, module_id
-        self.site: tuple[str, int] | None = None  # file and line of the call, where it was recorded
-        self.own: list[Origin] = []
-        self.grad: float | None = None  # largest |gradient| that came back to its outputs
-        self.incoming = 0.0  # at most so large is the sum of those |gradients|
-        self.again = False  # a checkpoint runs it once more, inside the backward
-        self.builtin = False  # a module of torch.nn
-        self.steady = False  # a module whose derivative can only overflow, never be undefined
+
+    def reached(self, origin: Origin) -> None:
+        """Note that an origin has reached the call's own code."""
+        if origin not in self.own:
+            self.own = (*self.own, origin)
 
     def inside(self, other: Call) -> bool:
         """True when this call ran inside `other` (at any depth)."""
@@ -69,31 +65,33 @@ class Call:
 class Rec:
     """One tensor that was looked at. Numbers and names only: no tensor is ever kept."""
 
-    __slots__ = ("dtype", "exits", "hi", "leaf", "lo", "makers", "name", "node", "numel", "origin", "scope", "takers")
+    lo = hi = 0.0
+    bad = False  # a NaN or an Inf is in it
+    numel = 1
+    exits = False  # given out by the outermost call: the code around the model may use it
+    leaf = False  # a tensor that the user holds: its gradient is a result
+    origin: Origin | None = None
+    node = ""  # of a tensor that will be gone when its range is read: the autograd node that made it
+    version = serial = 0  # of the tensor, and of the step, when it was looked at
+    of: Rec | None = None  # of a gradient: the tensor it belongs to
 
     def __init__(self, name: Any, dtype: Any, scope: Call | None, maker: Call | None) -> None:
         self.name, self.dtype = name, dtype
-        self.lo = self.hi = 0.0
-        self.numel = 1
         self.scope = scope  # the call in whose own code the tensor stands
         self.makers = [] if maker is None else [maker]  # the calls that gave it out, innermost first
         self.takers: list[Call] = []
-        self.exits = False  # given out by the outermost call: the code around the model may use it
-        self.leaf = False  # a tensor that the user holds: its gradient is a result
-        self.origin: Origin | None = None
-        self.node = ""  # of a tensor that will be gone when its range is read: the autograd node that made it
 
-    def came_back(self, reading: Rec) -> None:
+    def measured(self, lo: float, hi: float) -> None:
+        """Take the range: smallest and largest number, both NaN when there is one among them."""
+        self.lo, self.hi = lo, hi
+        self.bad = not (-math.inf < lo and hi < math.inf)
+
+    def came_back(self, size: float, numel: int) -> None:
         """Note how large the gradient was that came back to the calls which gave this tensor out."""
-        size = reading.absmax
         for call in self.makers:
             if call.grad is None or not call.grad >= size:
                 call.grad = size
-            call.incoming += size * reading.numel
-
-    @property
-    def bad(self) -> bool:
-        return not (-math.inf < self.lo and self.hi < math.inf)
+            call.incoming += size * numel
 
     @property
     def absmax(self) -> float:
@@ -126,7 +124,7 @@ class Origin:
         return self.kinds[0]
 
 
-def settle(kinds: tuple[str, ...], reached: list[Origin]) -> Origin | None:
+def settle(kinds: tuple[str, ...], reached: Sequence[Origin]) -> Origin | None:
     """The origin that explains a bad value of these kinds, or None: it was made here.
 
     `reached` are the origins that had reached the code which made the value, in order of arrival.

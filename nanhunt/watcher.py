@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import warnings
 import weakref
@@ -69,6 +68,7 @@ class Watch:
             sites=options.detail != "module",
             defer=options.defer and options.detail != "op",
             at_once=options.detail == "op",
+            backward=True,
             failed=self._failed,
         )
         self._scene = Scene(self._observer, self._judge, detail=options.detail, rank=_rank())
@@ -113,9 +113,8 @@ class Watch:
     # --- life -------------------------------------------------------------------------------------
 
     def _attach(self) -> None:
-        attachment = hooks.Attachment(self)
-        self._attachment = attachment
-        self._observer.attachment = attachment
+        self._attachment = hooks.Attachment(self, self._observer)
+        self._observer.attach(self._attachment)
         _active.append(self)
         self._select()
         if self._ops is not None:
@@ -124,10 +123,7 @@ class Watch:
 
     def _hook_parameters(self) -> None:
         with internals.unseen_by_modes() if internals.foreign_modes(self._observer.own_modes) else nullcontext():
-            self._attachment.parameters(self._observer.names.parameters(), self._parameter_hook)
-
-    def _parameter_hook(self, name: str) -> Callable[[torch.Tensor], None]:
-        return functools.partial(self._observer.on_parameter, name)
+            self._attachment.parameters(self._observer.names.parameters(), self._observer.parameter_hook)
 
     def __enter__(self) -> Watch:
         if self._closed:
@@ -237,12 +233,6 @@ class Watch:
                 error.add_note("nanhunt: " + str(self.finding))
 
     # --- what the hooks call ------------------------------------------------------------------------
-
-    def on_pre(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self._observer.on_pre(module, args)
-
-    def on_post(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        self._observer.on_post(module, args, kwargs, out)
 
     def on_backward_begin(self, roots: tuple[Any, ...], create_graph: bool) -> None:
         self._guarded(self._judge.backward_begins, roots, create_graph)

@@ -30,8 +30,8 @@ update_rules
 causes
 coarse
 leaves
-probe
 internals
+probe
 frames
 sites
 options
@@ -52,6 +52,7 @@ witness
 lineage
 tracer
 calls
+looks
 oplevel
 ambient
 kept

@@ -132,12 +132,12 @@ def test_a_shared_module_bears_the_name_of_the_container_that_calls_it() -> None
 
 def test_the_range_of_a_record_tells_bad_from_fine() -> None:
     rec = Rec("output", "float32", None, None)
-    rec.lo, rec.hi = -3.0, 2.0
+    rec.measured(-3.0, 2.0)
     assert not rec.bad
     assert rec.absmax == 3.0
-    rec.lo = rec.hi = math.nan
+    rec.measured(math.nan, math.nan)
     assert rec.bad
-    rec.lo, rec.hi = 0.0, math.inf
+    rec.measured(0.0, math.inf)
     assert rec.bad
     assert rec.absmax == math.inf
 

@@ -1,0 +1,239 @@
+"""Each tensor looked at once: its range, its record, and the hook that brings its gradient.
+
+This and `observer.py` are the hot path: what runs for every module of every step. What can be decided
+when the watch is opened is decided there; here each step is a few operations, without a tensor kept.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import hooks, internals, probe
+from .probe import DIRECT, limits
+from .recorder import Slots
+from .verdict import Call, Rec
+
+_INF = math.inf
+_Tensor = torch.Tensor
+_keys = itertools.count(-1, -1)  # torch numbers its handles from 0 up
+
+
+class _Bring(functools.partial):  # type: ignore[type-arg]
+    """What hangs on a tensor: the record, numbers and names only, and the word that it is not to be saved with it."""
+
+    __torch_unserializable__ = True
+
+
+class Looks:
+    """Takes ranges at once on a CPU, into slots that are read later on an accelerator (`defer`: everywhere)."""
+
+    def __init__(self, *, defer: bool, at_once: bool, backward: bool) -> None:
+        self.seen = 0  # tensors looked at
+        self.serial = 0  # of the step
+        self.slots = Slots()
+        self.blind: set[str] = set()
+        self.dtypes: set[torch.dtype] = set()  # met in this step
+        self.attachment: hooks.Attachment | None = None
+        self.bring: Callable[[Rec, torch.Tensor | None], None]  # a gradient has come
+        self._defer, self._at_once, self._backward = defer, at_once, backward
+        self._dtype: torch.dtype | None = None  # met last
+        self._key = next(_keys)  # of our hook among those of a tensor
+        self._known: dict[Any, tuple[internals.Storage, Rec]] = {}
+        self._known_limit = 4096
+
+    # --- one tensor -------------------------------------------------------------------------------
+
+    def look(self, tensor: torch.Tensor, name: Any, scope: Call | None, maker: Call | None, again: bool) -> Rec | None:
+        """The record of a tensor: the one made before, or a new one with one reduction and one hook."""
+        if type(tensor) is not _Tensor:
+            return self._look_at_subclass(tensor, name, scope, maker, again)
+        if not (self._backward and tensor.requires_grad):
+            return self._look_unhooked(tensor, name, scope, maker, again)
+        others = tensor._backward_hooks
+        if others is not None:
+            known = self._among(others, tensor)
+            if known is not None:
+                return known
+        dtype = tensor.dtype
+        rec = Rec(name, dtype, scope, maker)
+        if again or self._defer or dtype not in DIRECT or not tensor.is_cpu:
+            if not self._measured(tensor, rec, again):
+                return None
+        else:
+            try:
+                rec.lo, rec.hi = lo, hi = limits(tensor)
+                if not (lo > -_INF and hi < _INF):
+                    rec.bad = True
+            except (RuntimeError, IndexError):  # empty, sparse, nested
+                if not self._measured(tensor, rec, again):
+                    return None
+        self._hook(tensor, others, rec, again)
+        return rec
+
+    def _hook(self, tensor: torch.Tensor, others: Any, rec: Rec, again: bool) -> None:
+        self.seen += 1
+        if rec.dtype is not self._dtype:
+            self._dtype = rec.dtype
+            self.dtypes.add(rec.dtype)
+        rec.version = tensor._version
+        node = tensor.grad_fn
+        if node is None:
+            rec.leaf = not again  # a checkpoint detaches what it recomputes from
+            rec.serial = self.serial
+        if self.attachment is not None:
+            self.attachment.gradient(tensor, node, others, self._key, _Bring(self.bring, rec))
+
+    def _look_unhooked(
+        self, tensor: torch.Tensor, name: Any, scope: Call | None, maker: Call | None, again: bool
+    ) -> Rec | None:
+        key = _identity(tensor)
+        found = self._known.get(key) if key is not None else None
+        if found is not None:
+            return found[1]
+        rec = Rec(name, tensor.dtype, scope, maker)
+        if not self._measured(tensor, rec, again):
+            return None
+        self.seen += 1
+        self.dtypes.add(rec.dtype)
+        if key is not None:
+            self._known[key] = (internals.Storage(tensor.untyped_storage()), rec)
+        return rec
+
+    def _look_at_subclass(
+        self, tensor: torch.Tensor, name: Any, scope: Call | None, maker: Call | None, again: bool
+    ) -> Rec | None:
+        try:
+            with torch._C.DisableTorchFunctionSubclass():  # what a subclass does to calls is not for ours
+                if not (self._backward and tensor.requires_grad):
+                    return self._look_unhooked(tensor, name, scope, maker, again)
+                others = tensor._backward_hooks
+                known = None if others is None else self._among(others, tensor)
+                if known is not None:
+                    return known
+                rec = Rec(name, tensor.dtype, scope, maker)
+                if not self._measured(tensor, rec, again):
+                    return None
+                self._hook(tensor, others, rec, again)
+                return rec
+        except Exception as failure:
+            self.blind.add(f"{type(tensor).__name__} cannot be looked at ({type(failure).__name__})")
+            return None
+
+    def _measured(self, tensor: torch.Tensor, rec: Rec, again: bool) -> bool:
+        """Take the range of any tensor there is; False when there are no numbers to look at."""
+        numbers = probe.payload(tensor)
+        if numbers is None or internals.batched(tensor):
+            return False
+        if not again and self.measure(numbers, rec):
+            rec.node = type(tensor.grad_fn).__name__
+        return True
+
+    def known(self, tensor: torch.Tensor) -> Rec | None:
+        """The record of a tensor that was looked at in this step.
+
+        One that wants a gradient bears our hook, and the record with it. Of the others the memory is known: no
+        weak reference to a tensor of the user's, which torch.utils.swap_tensors would refuse.
+        """
+        if self._backward and tensor.requires_grad:
+            return self._among(tensor._backward_hooks or {}, tensor)
+        key = _identity(tensor)
+        found = self._known.get(key) if key is not None else None
+        return found[1] if found is not None else None
+
+    def _among(self, hooks: Any, tensor: torch.Tensor) -> Rec | None:
+        """Of the tensor as it is: in-place ops leave hooks of what it was. A leaf is looked at in each step."""
+        version = tensor._version
+        mine = hooks.get(self._key)
+        rec: Rec
+        if mine is not None:
+            rec = mine.args[0]
+            if rec.version == version and (not rec.leaf or rec.serial == self.serial):
+                return rec
+            if len(hooks) == 1:
+                return None
+        for hook in hooks.values():
+            if type(hook) is _Bring and hook.func is self.bring:
+                rec = hook.args[0]
+                if rec.version == version and (not rec.leaf or rec.serial == self.serial):
+                    return rec
+        return None
+
+    def measure(self, numbers: torch.Tensor, rec: Rec) -> bool:
+        """Take the range of a payload: at once, or (True) into a slot that is read later."""
+        if self._defer or not (numbers.is_cpu or self._at_once):
+            self.slots.put(numbers, rec)
+            return True
+        rec.measured(*limits(numbers))
+        return False
+
+    def reading(self, grad: torch.Tensor, of: Rec | None = None) -> Rec | None:
+        """The range of a gradient; None where there is nothing to look at."""
+        if type(grad) is not torch.Tensor:
+            with torch._C.DisableTorchFunctionSubclass():
+                return self._read(grad, of)
+        return self._read(grad, of)
+
+    def _read(self, grad: torch.Tensor, of: Rec | None) -> Rec | None:
+        numbers = None if internals.batched(grad) else probe.payload(grad)
+        if numbers is None:
+            return None
+        self.seen += 1
+        reading = Rec("grad", grad.dtype, None, None)
+        reading.numel, reading.of = numbers.numel(), of
+        self.measure(numbers, reading)
+        return reading
+
+    # --- many tensors -----------------------------------------------------------------------------
+
+    @property
+    def deferring(self) -> bool:
+        """True while ranges wait on a device: what happens now must wait behind them."""
+        return self._defer or bool(self.slots.waiting)
+
+    def peak(self, numbers: torch.Tensor) -> float:
+        """The largest |number| of a payload, infinity when it is not finite."""
+        self.seen += 1
+        lo, hi = limits(numbers)
+        return max(-lo, hi) if lo > -_INF and hi < _INF else _INF
+
+    def peak_together(self, tensors: list[torch.Tensor]) -> float:
+        """The same of many small plain tensors at once."""
+        groups: dict[torch.dtype, list[torch.Tensor]] = {}
+        for tensor in tensors:
+            groups.setdefault(tensor.dtype, []).append(tensor)
+        self.seen += len(tensors) - len(groups)
+        with torch.no_grad():
+            return max((self.peak(internals.flat(group)) for group in groups.values()), default=0.0)
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    def new_step(self) -> None:
+        self.serial += 1
+        self._known.clear()
+        self.dtypes.clear()
+        self._dtype = None
+        self.slots.forget()
+        if self.attachment is not None:
+            self.attachment.drop_leaves()
+
+    def prune(self) -> None:
+        """Forget the memory that is gone, when much has been remembered within one step."""
+        if len(self._known) > self._known_limit:
+            self._known = {k: v for k, v in self._known.items() if not v[0].gone()}
+            self._known_limit = max(4096, 2 * len(self._known))
+
+
+def _identity(tensor: torch.Tensor) -> Any:
+    """What tells a piece of memory and its contents from every other; None where there is no such thing."""
+    try:
+        memory = tensor.untyped_storage()._cdata
+        spread = None if tensor.is_contiguous() else (tuple(tensor.shape), tensor.stride())
+        return memory, tensor._version, tensor.storage_offset(), tensor.numel(), tensor.dtype, spread
+    except (RuntimeError, NotImplementedError):  # inference tensors count no versions; sparse ones have no storage
+        return None
