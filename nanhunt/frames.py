@@ -7,9 +7,13 @@ from types import FrameType
 from typing import Any
 
 from torch.nn.modules import module as _nn_module
+from torch.optim import optimizer as _optimizer
 
 # The frame inside Module.__call__ that holds `args` and `kwargs` (torch 2.1 and later).
 _CALL_FRAME, _CALL_FILE = "inner", _nn_module.__file__
+
+# The frame around Optimizer.step that runs its hooks (torch 2.0 and later).
+_STEP_FRAME, _STEP_FILE = "wrapper", _optimizer.__file__
 
 
 def call_kwargs() -> dict[str, Any]:
@@ -27,6 +31,17 @@ def call_kwargs() -> dict[str, Any]:
             return found if isinstance(found, dict) else {}
         frame = frame.f_back
     return {}
+
+
+def steps_of(optimizer: Any) -> int:
+    """How many `step()` calls of an optimizer run on this stack: one that calls its parent's runs its hooks twice."""
+    count = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == _STEP_FRAME and frame.f_code.co_filename == _STEP_FILE:
+            count += frame.f_locals.get("self") is optimizer
+        frame = frame.f_back
+    return count
 
 
 def running() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:

@@ -21,6 +21,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import optimizer as _optimizer
 from torch.utils.hooks import RemovableHandle
 
+from . import frames
+
 _HOOK_DICTS = hasattr(torch._C._FunctionBase, "_register_hook_dict")
 RAISED: Any = object()  # stands for the output of a module whose forward raised
 
@@ -50,12 +52,14 @@ class Attachment:
         self._leaves: list[RemovableHandle] = []
         self._handles.append(_nn_module.register_module_forward_pre_hook(calls.on_pre))
         self._handles.append(_nn_module.register_module_forward_hook(calls.on_post, with_kwargs=True, always_call=True))
-        self._handles.append(
-            _optimizer.register_optimizer_step_pre_hook(lambda o, a, k: listener.on_optimizer(o, False))
-        )
-        self._handles.append(
-            _optimizer.register_optimizer_step_post_hook(lambda o, a, k: listener.on_optimizer(o, True))
-        )
+
+        def step(after: bool, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if frames.steps_of(optimizer) < 2:  # the outermost
+                listener.on_optimizer(optimizer, after)
+
+        pre, post = _optimizer.register_optimizer_step_pre_hook, _optimizer.register_optimizer_step_post_hook
+        self._handles.append(pre(functools.partial(step, False)))
+        self._handles.append(post(functools.partial(step, True)))
         _wrap(listener)
         self._listener: Listener | None = listener
 

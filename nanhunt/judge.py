@@ -63,7 +63,8 @@ class Judge:
 
     def outermost(self) -> None:
         """The model is entered from outside: a step may begin, and state may have changed meanwhile."""
-        if self.observer.on:  # what an update written by hand has done belongs to the step that is over
+        if self.observer.on and (self.observer.backward or not self.state.looked):
+            # What an update written by hand has done belongs to the step that is over.
             self.state.look(fresh=self.fresh)
             self.fresh = False
         self._broken.clear()
@@ -138,6 +139,8 @@ class Judge:
     ) -> Origin:
         """Nothing bad had reached this code: it made the value, unless its weights were bad already."""
         if call is not None:
+            if not self.observer.backward:  # nobody has looked at the weights since
+                self.state.look()
             state = self.state.bad_before(call, kinds)
             if state is not None:
                 return self._bad_state(call, state, rec, tensor, module, hand)
@@ -294,7 +297,9 @@ class Judge:
         if self._depth or internals.graph_task() != -1 or not self.observer.on:
             return
         self.observer.arrived()
-        if isinstance(grads, (tuple, list)):  # torch.autograd.grad: its results pass no parameter hook
+        if (
+            isinstance(grads, (tuple, list)) and self.observer.backward
+        ):  # torch.autograd.grad: its results pass no parameter hook
             for i, grad in enumerate(grads):
                 if isinstance(grad, torch.Tensor) and not isinstance(grad, nn.Parameter):
                     self.result(given[i] if i < len(given) else None, grad)
@@ -339,7 +344,7 @@ class Judge:
 
     def leaving(self) -> None:
         """The watch ends inside a step: look once more at what may have been written since."""
-        if self.observer.on and (self.stepped_back or self.origins):
+        if self.observer.on and self.observer.backward and (self.stepped_back or self.origins):
             self.state.look(last=self.stepped_back)
 
     def returned(self, rec: Rec, module: Any, tensor: Any) -> None:

@@ -41,7 +41,8 @@ class Looks:
         self.dtypes: set[torch.dtype] = set()  # met in this step
         self.attachment: hooks.Attachment | None = None
         self.bring: Callable[[Rec, torch.Tensor | None], None]  # a gradient has come
-        self._defer, self._at_once, self._backward = defer, at_once, backward
+        self._defer, self._at_once = defer, at_once
+        self.backward = backward  # False: forward and the loss alone
         self._dtype: torch.dtype | None = None  # met last
         self._key = next(_keys)  # of our hook among those of a tensor
         self._known: dict[Any, tuple[internals.Storage, Rec]] = {}
@@ -53,7 +54,7 @@ class Looks:
         """The record of a tensor: the one made before, or a new one with one reduction and one hook."""
         if type(tensor) is not _Tensor:
             return self._look_at_subclass(tensor, name, scope, maker, again)
-        if not (self._backward and tensor.requires_grad):
+        if not (self.backward and tensor.requires_grad):
             return self._look_unhooked(tensor, name, scope, maker, again)
         others = tensor._backward_hooks
         if others is not None:
@@ -110,7 +111,7 @@ class Looks:
     ) -> Rec | None:
         try:
             with torch._C.DisableTorchFunctionSubclass():  # what a subclass does to calls is not for ours
-                if not (self._backward and tensor.requires_grad):
+                if not (self.backward and tensor.requires_grad):
                     return self._look_unhooked(tensor, name, scope, maker, again)
                 others = tensor._backward_hooks
                 known = None if others is None else self._among(others, tensor)
@@ -140,7 +141,7 @@ class Looks:
         One that wants a gradient bears our hook, and the record with it. Of the others the memory is known: no
         weak reference to a tensor of the user's, which torch.utils.swap_tensors would refuse.
         """
-        if self._backward and tensor.requires_grad:
+        if self.backward and tensor.requires_grad:
             return self._among(tensor._backward_hooks or {}, tensor)
         key = _identity(tensor)
         found = self._known.get(key) if key is not None else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from .errors import UsageError
 from .finding import Finding
+from .naming import walk
 from .verdict import KINDS
 
 OnHit = str | Callable[[Finding], object]
@@ -35,10 +37,43 @@ class Options:
     steps: tuple[int, int] | None
     every: int
     compiled: str
+    only: tuple[str, ...] = ()
+    skip: tuple[str, ...] = ()
+    backward: bool = True
     defer: bool = False
 
+    def looked_at(self, model: nn.Module) -> Callable[[str], bool]:
+        """Which modules are looked at, by path. A pattern takes a module with all that is inside it.
 
-def checked(*, kinds: Iterable[str], allow: Iterable[str], **asked: Any) -> Options:
+        Raises:
+            UsageError: for a pattern that fits no module of the model.
+        """
+        if not self.only and not self.skip:
+            return lambda path: True
+        paths = [path for path, _ in walk(model)]
+        for name, patterns in (("only", self.only), ("skip", self.skip)):
+            for pattern in patterns:
+                if not any(fnmatchcase(path, pattern) for path in paths):
+                    some = ", ".join(repr(path) for path in paths[1:6])
+                    raise UsageError(f"{name}: no module fits {pattern!r}; there are {some}, ...")
+
+        def looked_at(path: str) -> bool:
+            around = _around(path)
+            wanted = not self.only or any(fnmatchcase(one, p) for one in around for p in self.only)
+            return wanted and not any(fnmatchcase(one, p) for one in around for p in self.skip)
+
+        return looked_at
+
+
+def _around(path: str) -> list[str]:
+    """A path and those of the modules around it; the root's own, "", stands for itself alone."""
+    parts = path.split(".")
+    return [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
+
+
+def checked(
+    *, kinds: Iterable[str], allow: Iterable[str], only: Iterable[str] = (), skip: Iterable[str] = (), **asked: Any
+) -> Options:
     """The options, or a `UsageError` that names the legal values."""
     _one_of("on_hit", asked["on_hit"], _ON_HIT, also="a callable that gets the Finding", fits=callable)
     _one_of("stop", asked["stop"], _STOP)
@@ -60,7 +95,12 @@ def checked(*, kinds: Iterable[str], allow: Iterable[str], **asked: Any) -> Opti
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         raise UsageError(f"every={every!r}: give a whole number of steps, 1 or more")
     trained_with(asked["optimizer"], asked["scaler"])
-    return Options(kinds=kinds, allow=_words("allow", allow), **asked)
+    if not isinstance(asked.get("backward", True), bool):
+        raise UsageError(f"backward={asked['backward']!r}: give True, or False to look at forward alone")
+    only, skip, allow = _words("only", only), _words("skip", skip), _words("allow", allow)
+    if asked["detail"] == "op" and (only or skip or not asked.get("backward", True)):
+        raise UsageError('detail="op" follows every value from its birth: leave only=, skip= and backward= out')
+    return Options(kinds=kinds, allow=allow, only=only, skip=skip, **asked)
 
 
 def trained_with(optimizer: Any, scaler: Any) -> None:

@@ -34,7 +34,7 @@ class State:
         self._bad_moments: set[tuple[str, str | None]] = set()  # optimizer state that was bad once
         self._at_start: set[str] = set()  # names of what was bad when it was first looked at
         self._told: set[str] = set()
-        self._fresh = self._last = False
+        self._fresh = self._last = self.looked = False
         self.optimizer_ran = False  # in this step
         self._moments: dict[int, tuple[int, int]] = {}  # id of an optimizer -> (id of its state, updates seen)
         self._largest = _INF  # |number| of the parameters after the last update
@@ -47,7 +47,7 @@ class State:
         `fresh`: nobody was looking until now, so what is bad has been so before. `last`: there is no later look that
         would show what was written through `.data`, which counts no version.
         """
-        self._fresh, self._last = fresh, last
+        self._fresh, self._last, self.looked = fresh, last, True
         self._look(self._names.parameters(), "parameter")
         self._look(self._buffers(), "buffer")
         self._fresh = self._last = False
@@ -279,10 +279,14 @@ class State:
         )
 
     def _moved(self, optimizer: torch.optim.Optimizer) -> Iterable[tuple[torch.Tensor, str]]:
+        """The parameters that an optimizer moves, but for those of modules that were left out, and their names."""
         for i, group in enumerate(optimizer.param_groups):
             for j, p in enumerate(group["params"]):
                 owners = self._names.owners.get(id(p))
-                yield p, owners[0][0] if owners else f"param_groups[{i}]['params'][{j}]"
+                if not owners:
+                    yield p, f"param_groups[{i}]['params'][{j}]"
+                elif self._names.wanted(owners[0][1]):
+                    yield p, owners[0][0]
 
     def _updated(self, name: str, key: str | None, tensor: torch.Tensor, p: torch.Tensor, rates: list[Any]) -> None:
         """Look at a parameter (`key` None), or at a tensor of its optimizer state, after the update."""

@@ -54,7 +54,7 @@ class Watch:
         if options.compiled == "eager":
             internals.eager.hold()
             self._stance = internals.eager
-        names = Names(model)
+        names = Names(model, options.looked_at(model))
         self._judge = Judge(
             names,
             hit=self._hit,
@@ -68,7 +68,7 @@ class Watch:
             sites=options.detail != "module",
             defer=options.defer and options.detail != "op",
             at_once=options.detail == "op",
-            backward=True,
+            backward=options.backward,
             failed=self._failed,
         )
         self._scene = Scene(self._observer, self._judge, detail=options.detail, rank=_rank())
@@ -78,6 +78,8 @@ class Watch:
         self._ops: OpLevel | None = None
         if options.detail == "op":
             self._trace(names)
+        if options.only or options.skip:
+            self._observer.blind.add("modules left out by only= or skip=: a value may come from one of them")
         self._attach()
 
     def _trace(self, names: Names) -> None:
@@ -122,6 +124,8 @@ class Watch:
         self._hook_parameters()
 
     def _hook_parameters(self) -> None:
+        if not self._options.backward:
+            return
         with internals.unseen_by_modes() if internals.foreign_modes(self._observer.own_modes) else nullcontext():
             self._attachment.parameters(self._observer.names.parameters(), self._observer.parameter_hook)
 
@@ -277,7 +281,7 @@ class Watch:
             return
         self._scene.optimizer = optimizer
         self._judge.has_optimizer = True
-        if not self._observer.on:
+        if not self._observer.on or not self._options.backward:
             if after and self._judge.scaling.scaler is None:
                 self._turn()
             return
@@ -381,6 +385,9 @@ def watch(
     allow: Iterable[str] = (),
     steps: tuple[int, int] | None = None,
     every: int = 1,
+    only: Iterable[str] = (),
+    skip: Iterable[str] = (),
+    backward: bool = True,
     compiled: str = "error",
     _defer: bool = False,
 ) -> Watch:
@@ -401,6 +408,10 @@ def watch(
         allow: patterns (`fnmatch`) of module paths whose births never count.
         steps: `(a, b)`: watch steps a <= step < b only, counted from 0 under this watch.
         every: watch every n-th step only.
+        only, skip: patterns of module paths to look at, and not to look at. A pattern takes a module with all that
+            is inside it; what the rest makes is then seen where it reaches a module that is looked at.
+        backward: False to look at forward and the loss alone: no gradients, no updates. Cheaper; a weight that an
+            update has spoiled is found in the next forward.
         compiled: what to do with a model that `torch.compile` has been given: `"error"`, or `"eager"`
             to run it eagerly while it is watched.
 
@@ -421,6 +432,9 @@ def watch(
         allow=allow,
         steps=steps,
         every=every,
+        only=only,
+        skip=skip,
+        backward=backward,
         compiled=compiled,
         defer=_defer,
     )

@@ -34,9 +34,9 @@ internals
 probe
 frames
 sites
+naming
 options
 hits
-naming
 literals
 hooks
 recorder

@@ -492,6 +492,21 @@ def test_outside_of_steps_nothing_is_looked_at() -> None:
     assert hunt.step == 6
 
 
+def test_an_optimizer_that_calls_the_step_of_its_parent_ends_one_step() -> None:
+    class Own(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    model = nn.Linear(2, 2)
+    optimizer = Own(model.parameters(), lr=0.1)
+    torch.optim.SGD(model.parameters(), lr=0.1)  # from here on torch runs the hooks of both
+    with nanhunt.watch(model, optimizer) as hunt:
+        for _ in range(3):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    assert hunt.step == 3
+
+
 def test_every_looks_at_each_nth_step() -> None:
     model = chain()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
