@@ -8,7 +8,7 @@ from torch import nn
 
 from . import internals, sites
 from .naming import Names, type_name
-from .verdict import Call, common
+from .verdict import Call, Rec, common
 
 # Linear maps and piecewise linear ones: from finite gradients their derivative can overflow, not be undefined.
 _STEADY = (
@@ -65,6 +65,8 @@ class Calls:
         self.entries: dict[int, Entry] = {}  # id(module) ->
         self._patience, self._waited = 1, 0
         self.last: dict[str, Call] = {}  # path -> its last call of this step
+        self.given: dict[str, tuple[Call, list[Rec]]] = {}  # path -> its last call that has ended, and what it gave
+        self.given_before: dict[str, tuple[Call, list[Rec]]] = {}  # in the step before
         self.ran = False  # in this step, watched or not
         self.threads: set[int] = set()  # those inside the model
         self._learn()
@@ -155,6 +157,8 @@ class Calls:
     def new_step(self) -> None:
         self._counts.clear()
         self.last.clear()
+        if self.given:
+            self.given_before, self.given = self.given, {}
         self.ran = False
 
     def interrupted(self) -> None:

@@ -57,6 +57,7 @@ class Judge:
         self._broken: list[Origin] = []  # what had reached the calls that an exception has ended
         self._depth = 0
         self._loss_inside = False  # the backward that runs begins at an output of the model
+        self._reported = False  # a fault of this step, by an earlier call of the model
         self._twice = False  # a gradient of this step is differentiated again
 
     # --- forward ----------------------------------------------------------------------------------
@@ -69,6 +70,7 @@ class Judge:
             self.fresh = False
         self._broken.clear()
         if not self.stepped_back:  # a call that no backward follows is judged on its own
+            self._reported = self.faulted()
             self.origins = [o for o in self.origins if not o.settled]
             self.outside = [o for o in self.outside if not o.settled]
         if self.stepped_back and not self.has_optimizer:  # with one, the step ends when it has moved the weights
@@ -340,7 +342,7 @@ class Judge:
         self.bad_grads.clear()
         self._first = None
         self._depth = 0
-        self._twice = False
+        self._twice = self._reported = False
 
     def leaving(self) -> None:
         """The watch ends inside a step: look once more at what may have been written since."""
@@ -359,7 +361,7 @@ class Judge:
 
     def faulted(self) -> bool:
         """True when a fault of this step has been reported."""
-        return any(o.settled and "handled" not in o.facts for o in self.origins)
+        return self._reported or any(o.settled and "handled" not in o.facts for o in self.origins)
 
     def broken(self, call: Call) -> None:
         """An exception has ended a call: what had reached its code may be why."""

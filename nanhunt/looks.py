@@ -9,18 +9,21 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from . import hooks, internals, probe
+from .errors import NonFiniteWarning
 from .probe import DIRECT, limits
 from .recorder import Slots
 from .verdict import Call, Rec
 
 _INF = math.inf
 _Tensor = torch.Tensor
+_CAPTURED = "a CUDA graph was captured under the watch: nothing in it is looked at; run the step without the graph"
 _keys = itertools.count(-1, -1)  # torch numbers its handles from 0 up
 
 
@@ -167,11 +170,20 @@ class Looks:
 
     def measure(self, numbers: torch.Tensor, rec: Rec) -> bool:
         """Take the range of a payload: at once, or (True) into a slot that is read later."""
+        if numbers.is_cuda and torch.cuda.is_current_stream_capturing():
+            self._captured()
+            return False
         if self._defer or not (numbers.is_cpu or self._at_once):
             self.slots.put(numbers, rec)
             return True
         rec.measured(*limits(numbers))
         return False
+
+    def _captured(self) -> None:
+        """What a CUDA graph replays runs no hook, and while it is recorded nothing may be read."""
+        if _CAPTURED not in self.blind:
+            self.blind.add(_CAPTURED)
+            warnings.warn(f"nanhunt: {_CAPTURED}", NonFiniteWarning, stacklevel=2)
 
     def reading(self, grad: torch.Tensor, of: Rec | None = None) -> Rec | None:
         """The range of a gradient; None where there is nothing to look at."""

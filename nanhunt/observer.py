@@ -18,6 +18,7 @@ from .errors import NonFiniteError
 from .internals import batched, dispatch_modes, function_modes, graph_task, tracing, transforms
 from .looks import Looks
 from .naming import Names
+from .numerics import headroom_bits
 from .verdict import Call, Rec
 
 if TYPE_CHECKING:
@@ -246,6 +247,7 @@ class Observer(Looks):
             call = calls.end(module, running)
         if call is None or not self.on:
             return
+        taken, call.taken = call.taken, ()  # which bear the call themselves: nothing is to wait for a collection
         if out is hooks.RAISED:
             self.judge.broken(call)
             return
@@ -269,7 +271,8 @@ class Observer(Looks):
                         bad = self._give(rec, call, outermost) or bad
                         recs.append(rec)
         if not again:
-            self.trail.append((call, call.taken, recs))
+            self.trail.append((call, taken, recs))
+            calls.given[call.path] = call, recs
             if bad or outermost or self.judge.alert or self.deferring:
                 self.tell(
                     bad or outermost,
@@ -410,8 +413,24 @@ class Observer(Looks):
 
     def drain(self) -> None:
         """Read the device, if anything waits there, and judge what was read."""
-        if self.slots.waiting or self.slots.events:
+        if (self.slots.waiting or self.slots.events) and not (
+            torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        ):
             self.slots.drain(self.judge.alert)
+
+    def ranges(self) -> dict[str, float]:
+        """The largest numbers of each module in the running step, else in the one before: see `Watch.ranges`."""
+        found: dict[str, float] = {}
+        for path, (call, recs) in (self.calls.given or self.calls.given_before).items():
+            name = path or "(the model itself)"
+            if recs and not any(rec.bad for rec in recs):
+                largest = max(rec.absmax for rec in recs)
+                found[f"{name}/absmax"] = largest
+                rooms = [headroom_bits(rec.absmax, str(rec.dtype).removeprefix("torch.")) for rec in recs]
+                found |= {f"{name}/headroom_bits": min(room) for room in [[r for r in rooms if r is not None]] if room}
+            if call.grad is not None and call.grad < _INF:
+                found[f"{name}/grad.absmax"] = call.grad
+        return found
 
     def new_step(self) -> None:
         super().new_step()

@@ -112,6 +112,17 @@ class Watch:
     def seen(self) -> int:
         return self._observer.seen
 
+    def ranges(self) -> dict[str, float]:
+        """The numbers of a step for a logger, flat: of the running step, else of the last whole one.
+
+        `"{module}/absmax"`, the largest |number| that the module's last call gave out; `"{module}/headroom_bits"`,
+        by how many bits it may still grow in its own dtype; `"{module}/grad.absmax"`, the largest |gradient| that
+        came back. The model's own path, "", is "(the model itself)". Only finite numbers. Where ranges wait on a
+        device, this reads it.
+        """
+        self._guarded(self._observer.drain)
+        return self._observer.ranges()
+
     # --- life -------------------------------------------------------------------------------------
 
     def _attach(self) -> None:
@@ -368,6 +379,9 @@ class Nothing(Watch):
 
     def returned(self, values: object) -> None:
         return None
+
+    def ranges(self) -> dict[str, float]:
+        return {}
 
     def first_batch_hash(self) -> None:
         return None
