@@ -23,25 +23,26 @@ from torch.utils.hooks import RemovableHandle
 RAISED: Any = object()  # stands for the output of a module whose forward raised
 
 
-class Listener(Protocol):
-    """What a watch answers to. Nothing it returns is used; only the deliberate stop may be raised."""
+class CallListener(Protocol):
+    """What is told of module calls. Nothing it returns is used; only the deliberate stop may be raised."""
 
     def on_pre(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None: ...
     def on_post(self, module: torch.nn.Module, args: Any, kwargs: Any, out: Any) -> None: ...
+
+
+class Listener(CallListener, Protocol):
+    """What a watch answers to."""
+
     def on_backward_begin(self, roots: tuple[Any, ...], create_graph: bool) -> None: ...
     def on_backward_end(self, given: tuple[Any, ...], grads: Any, ok: bool) -> None: ...
     def on_optimizer(self, optimizer: torch.optim.Optimizer, after: bool) -> None: ...
     def on_scaler(self, scaler: Any, what: str, before: Any, after: Any) -> None: ...
 
 
-class Attachment:
-    """All that one watch has hung into torch. `remove` takes it off again; it can be called twice."""
+class ModuleCalls:
+    """The two hooks that see every module call of the process. `remove` takes them off; it can be called twice."""
 
-    def __init__(self, listener: Listener) -> None:
-        self._handles: list[Any] = []
-        self._params: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}
-        self._leaves: list[RemovableHandle] = []
-
+    def __init__(self, listener: CallListener) -> None:
         # Dynamo traces global hooks into the graph: the first line is a constant for it, the rest is not seen.
         def pre(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
             if torch.compiler.is_compiling():
@@ -54,8 +55,24 @@ class Attachment:
                 return
             listener.on_post(module, args, kwargs, out)
 
-        self._handles.append(_nn_module.register_module_forward_pre_hook(pre))
-        self._handles.append(_nn_module.register_module_forward_hook(post, with_kwargs=True, always_call=True))
+        self._before = _nn_module.register_module_forward_pre_hook(pre)
+        self._after = _nn_module.register_module_forward_hook(post, with_kwargs=True, always_call=True)
+
+    def remove(self) -> None:
+        self._before.remove()
+        self._after.remove()
+        # torch forgets this entry when such a hook is removed (2.13).
+        getattr(_nn_module, "_global_forward_hooks_with_kwargs", {}).pop(self._after.id, None)
+
+
+class Attachment:
+    """All that one watch has hung into torch. `remove` takes it off again; it can be called twice."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._handles: list[Any] = []
+        self._params: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}
+        self._leaves: list[RemovableHandle] = []
+        self.calls = ModuleCalls(listener)
         self._handles.append(
             _optimizer.register_optimizer_step_pre_hook(lambda o, a, k: listener.on_optimizer(o, False))
         )
@@ -93,10 +110,9 @@ class Attachment:
         _unwrap(self._listener)
         self._listener = None
         self.drop_leaves()
+        self.calls.remove()
         for handle in self._handles:
             handle.remove()
-            # torch forgets this entry when such a hook is removed (2.13).
-            getattr(_nn_module, "_global_forward_hooks_with_kwargs", {}).pop(handle.id, None)
         for p, handle in self._params.values():
             handle.remove()
             if not getattr(p, "_post_accumulate_grad_hooks", True):
