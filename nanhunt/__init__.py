@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .finding import TensorStats as TensorStats
     from .hunter import hunt as hunt
     from .watcher import Watch as Watch
-    from .watcher import watch as watch
+    from .watching import watch as watch
 
 # Public name -> the file it lives in, loaded when it is first used: importing nanhunt does not import torch.
 _WHERE = {
@@ -28,7 +28,7 @@ _WHERE = {
     "UsageError": "errors",
     "Watch": "watcher",
     "hunt": "hunter",
-    "watch": "watcher",
+    "watch": "watching",
 }
 
 __all__ = sorted(_WHERE)

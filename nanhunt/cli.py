@@ -1,4 +1,4 @@
-"""The command line: `nanhunt demo`, `nanhunt show FILE...`."""
+"""The command line: `nanhunt train.py`, `nanhunt show FILE...`, `nanhunt demo`."""
 
 from __future__ import annotations
 
@@ -9,59 +9,63 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from . import __version__
-from .errors import NanhuntError, enabled
-from .finding import Finding
-from .report.files import read_findings, write_whole
-from .report.text import page
+from . import arguments
+from .errors import NanhuntError, UsageError, enabled
+from .launcher import Launch, is_file
+from .program import CannotRun, Program
+
+if TYPE_CHECKING:
+    from .finding import Finding
 
 CLEAN, FOUND, USAGE = 0, 1, 2
 
-_ABOUT = """\
-Finds where the first NaN or Inf of a PyTorch step was made: which module, which operation, with which
-numbers, and what to do about it.
-
-In a program, around any number of steps (results are not changed, bit for bit):
-
-    import nanhunt
-    with nanhunt.watch(model):
-        train(model)
-"""
-_EXAMPLES = """\
-examples:
-  python -m nanhunt demo                     see a real float16 overflow found, in under a minute
-  python -m nanhunt demo --save a.json       and keep the finding
-  python -m nanhunt show a.json b.json       read saved findings again
-  python -m nanhunt show --json a.json       the same for programs
-
-NANHUNT=0 in the environment turns every watch in a program off, NANHUNT=1 is the default.
-"""
 _DEMO = """\
 Trains a small character transformer on text that comes with Python, in float16 autocast on the CPU, and
 raises its learning rate until an activation no longer fits into float16. Nothing is planted: the overflow
 comes from the training. Ends with exit code 0.
 """
 _SHOW = """\
-Prints findings that were saved with Finding.to_json(): a file holds one, a list of them, or one on each line.
+Prints findings that were saved with Finding.to_json() or by a run under nanhunt: a file holds one, a list of
+them, or one on each line.
 """
 _CODES = "exit code: 0 when no file holds a fault, 1 when one does, 2 when a file cannot be read."
 
+_as_written = argparse.RawDescriptionHelpFormatter
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code; wrong usage ends in SystemExit(2), as argparse does it."""
+    """Run a command or a program and return the exit code.
+
+    Raises:
+        SystemExit: 2 for wrong usage, as argparse does it; what a program ends with.
+        BaseException: what a program dies of.
+    """
     given = list(sys.argv[1:] if argv is None else argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a module may bear a name that the terminal cannot show
-        sys.stdout.reconfigure(errors="backslashreplace")
-    parser, commands = _parser()
+    parser = arguments.parser()
     if not given:
         parser.print_help(sys.stderr)
         return USAGE
-    if not given[0].startswith("-") and given[0] not in commands:
-        parser.error(f"there is no command {given[0]!r}: use {' or '.join(commands)} (python -m nanhunt --help)")
-    options = parser.parse_args(given)
+    if given[0] in _COMMANDS:
+        return _command(given[0], given[1:])
+    ours, program = arguments.split(given, parser, words=_COMMANDS)
+    options = parser.parse_args(ours)
+    if program is None:
+        parser.error("name a program to run: a script, -m module or -c code (python -m nanhunt --help)")
     try:
-        return commands[options.command](options)
+        return _launch(options, program)
+    except CannotRun as error:
+        return _refuse(str(error))
+
+
+def _command(name: str, given: list[str]) -> int:
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a module may bear a name that the terminal cannot show
+        sys.stdout.reconfigure(errors="backslashreplace")
+    parser, run = _COMMANDS[name]
+    options = parser().parse_args(given)
+    try:
+        return run(options)
     except NanhuntError as error:
         return _refuse(str(error))
     except BrokenPipeError:  # `nanhunt show ... | head`
@@ -69,20 +73,37 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FOUND
 
 
-def _parser() -> tuple[argparse.ArgumentParser, dict[str, Callable[[argparse.Namespace], int]]]:
-    as_written = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="nanhunt", description=_ABOUT, epilog=_EXAMPLES, formatter_class=as_written, allow_abbrev=False
-    )
-    parser.add_argument("--version", action="version", version=f"nanhunt {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
+# --- a program --------------------------------------------------------------------------------------
 
-    demo = commands.add_parser(
-        "demo",
-        help="train a small model until it overflows, and see it found",
-        description=_DEMO,
-        formatter_class=as_written,
-        allow_abbrev=False,
+
+def _launch(options: argparse.Namespace, program: Program) -> int:
+    report = options.report
+    if report is not None and not is_file(report) and os.path.exists(report) and not os.path.isdir(report):
+        return _refuse(f"cannot write a report to {report!r}: name a folder, or a file that ends in .json or .html")
+    asked = {
+        "detail": options.detail,
+        "on_hit": options.on_hit,
+        "stop": options.stop,
+        "steps": options.steps,
+        "every": options.every,
+        "kinds": options.kinds,
+        "allow": tuple(options.allow),
+        "backward": options.backward,
+        "compiled": "eager" if options.compiled == "eager" else "error",
+    }
+    try:
+        enabled()
+    except UsageError as error:
+        return _refuse(str(error))
+    return Launch(options=asked, report=report, quiet=options.quiet).run(program)
+
+
+# --- commands ---------------------------------------------------------------------------------------
+
+
+def _demo_parser() -> argparse.ArgumentParser:
+    demo = argparse.ArgumentParser(
+        prog="nanhunt demo", description=_DEMO, formatter_class=_as_written, allow_abbrev=False
     )
     demo.add_argument(
         "--dtype",
@@ -91,18 +112,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Callable[[argparse.Nam
         help="what the model computes in (default: float16, which overflows)",
     )
     demo.add_argument("--save", metavar="FILE", help="write the finding to FILE, as JSON")
-
-    show = commands.add_parser(
-        "show",
-        help="print saved findings",
-        description=_SHOW,
-        epilog=_CODES,
-        formatter_class=as_written,
-        allow_abbrev=False,
-    )
-    show.add_argument("files", metavar="FILE", nargs="+", help="a file of findings in JSON")
-    show.add_argument("--json", action="store_true", help="print all findings as one JSON list")
-    return parser, {"demo": _demo, "show": _show}
+    return demo
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -112,6 +122,7 @@ def _demo(options: argparse.Namespace) -> int:
     if options.save is not None and os.path.isdir(options.save):  # not after half a minute of training
         return _refuse(f"cannot write to {options.save!r}: it is a folder; name a file in it")
     from . import demo
+    from .report.files import write_whole
 
     finding = demo.run(dtype=options.dtype, say=functools.partial(print, flush=True))
     if options.save is not None and finding is None:
@@ -124,25 +135,72 @@ def _demo(options: argparse.Namespace) -> int:
     return CLEAN
 
 
+def _show_parser() -> argparse.ArgumentParser:
+    show = argparse.ArgumentParser(
+        prog="nanhunt show", description=_SHOW, epilog=_CODES, formatter_class=_as_written, allow_abbrev=False
+    )
+    show.add_argument("files", metavar="FILE", nargs="+", help="a file of findings in JSON")
+    form = show.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="all findings as one JSON list")
+    form.add_argument(
+        "--html",
+        action="store_true",
+        help="all findings as one page for a browser, written next to the first FILE: a.json gives a.html",
+    )
+    show.add_argument("-o", "--output", metavar="OUT", help="write to the file OUT instead")
+    return show
+
+
 def _show(options: argparse.Namespace) -> int:
+    from .report.files import read_findings, write_whole
+
     read: list[tuple[str, Finding]] = []
     for name in options.files:
         try:
             read += [(name, finding) for finding in read_findings(name)]
         except OSError as error:
             return _refuse(f"cannot read {name!r}: {error.strerror or error}")
-    if options.json:
-        print(json.dumps([finding.to_dict() for _, finding in read], indent=2, allow_nan=False))
-    elif not read:
-        print(f"no finding in {', '.join(options.files)}")
+    out = options.output
+    if options.html:
+        from .report.html import pages
+
+        text = pages([finding for _, finding in read])
+        out = out or os.path.splitext(options.files[0])[0] + ".html"
+    elif options.json:
+        text = json.dumps([finding.to_dict() for _, finding in read], indent=2, allow_nan=False) + "\n"
     else:
-        for at, (name, finding) in enumerate(read, 1):
-            if len(read) > 1:
-                print(f"{'' if at == 1 else chr(10)}{at} of {len(read)}: {name}\n")
-            print(page(finding))
+        text = _texts(options.files, read)
+    if out is None:
+        print(text, end="")
+    elif os.path.realpath(out) in map(os.path.realpath, options.files):
+        return _refuse(f"{out!r} is read and would be written: name another file with -o")
+    else:
+        try:
+            print(f"written to {write_whole(out, text)}")
+        except OSError as error:
+            return _refuse(f"cannot write {out!r}: {error.strerror or error}")
     return FOUND if any(finding.handled is None for _, finding in read) else CLEAN
+
+
+def _texts(files: list[str], read: list[tuple[str, Finding]]) -> str:
+    from .report.text import page
+
+    if not read:
+        return f"no finding in {', '.join(files)}\n"
+    said = []
+    for at, (name, finding) in enumerate(read, 1):
+        heading = f"{'' if at == 1 else chr(10)}{at} of {len(read)}: {name}\n\n" if len(read) > 1 else ""
+        said.append(f"{heading}{page(finding)}\n")
+    return "".join(said)
 
 
 def _refuse(message: str) -> int:
     print(f"nanhunt: error: {message}", file=sys.stderr)
     return USAGE
+
+
+# A command's word: its options, and what it does with them.
+_COMMANDS: dict[str, tuple[Callable[[], argparse.ArgumentParser], Callable[[argparse.Namespace], int]]] = {
+    "demo": (_demo_parser, _demo),
+    "show": (_show_parser, _show),
+}

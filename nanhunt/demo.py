@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from . import numerics
 from .errors import NonFiniteError
 from .finding import Finding
-from .watcher import watch
+from .watching import watch
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 

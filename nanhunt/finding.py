@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import html
 import json
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from .errors import UsageError
 
 PHASES = ("input", "state", "forward", "backward", "optimizer")
+PICTURES = ("source_context", "modules")  # of the context, what a page draws and nobody reads as text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +22,9 @@ class TensorStats:
     `numel` and the counts are of the numbers that were looked at: both parts of a complex number, the stored
     values of a sparse tensor, the local shard of a distributed one. `min`, `max`, `absmax` and
     `smallest_nonzero` are over the finite ones; `below_normal` is the share of the finite nonzero numbers
-    that are too small for the dtype's normal range. A ragged dimension of `shape` is -1.
+    that are too small for the dtype's normal range. `exponents` is an exponent e and counts of the finite nonzero
+    numbers x by floor(log2 |x|): the first of those with e, the next of those with e + 1, and so on. A ragged
+    dimension of `shape` is -1.
     """
 
     role: str
@@ -44,6 +46,7 @@ class TensorStats:
     headroom_bits: float | None = None
     headroom: dict[str, float | None] = field(default_factory=dict, hash=False)
     first_bad: tuple[int, ...] | None = None
+    exponents: tuple[int, tuple[int, ...]] | None = None
 
     def __post_init__(self) -> None:
         _settle(self)
@@ -139,16 +142,35 @@ class Finding:
             raise UsageError(f"not a nanhunt finding: not JSON ({error})") from error
         return cls.from_dict(data)
 
+    def scalars(self) -> dict[str, float]:
+        """The numbers of this finding, flat, for any logger of scalars: `writer.add_scalar(key, value, finding.step)`.
+
+        Keys are `nanhunt/step`, `nanhunt/call` and `nanhunt/rank`; `nanhunt/handled`, 1 for what is no fault;
+        `nanhunt/<role>.<number>` for each row of `tensors`, such as `nanhunt/input.absmax` or
+        `nanhunt/output.headroom.bfloat16` (bits), the second row of a role being `input2`; and what of the context
+        is a number, such as `nanhunt/lr`. A number that nobody knows, a NaN or an infinity has no key.
+        """
+        named: dict[str, Any] = {name: getattr(self, name) for name in ("step", "call", "rank")}
+        named["handled"] = self.handled is not None
+        seen: dict[str, int] = {}
+        for row in self.tensors:
+            nth = seen[row.role] = seen.get(row.role, 0) + 1
+            named[row.role if nth == 1 else f"{row.role}{nth}"] = {
+                spec.name: getattr(row, spec.name) for spec in fields(row) if spec.name not in _NO_SCALARS
+            }
+        context = {key: value for key, value in self.context.items() if key not in PICTURES}
+        # What the finding says of itself comes last: it stands where a name of the context is the same.
+        return dict(_scalars("nanhunt/", context)) | dict(_scalars("nanhunt/", named))
+
     def __str__(self) -> str:
         from .report.text import page
 
         return page(self, color=False)
 
     def _repr_html_(self) -> str:
-        # Notebooks and their themes style a bare <pre>; the div keeps columns aligned whatever they do.
-        style = "all:initial;color:inherit;display:block;font:12px/1.4 monospace;white-space:pre"
-        text = html.escape(str(self))
-        return f'<div class="nanhunt" style="overflow-x:auto"><pre style="{style}">{text}</pre></div>'
+        from .report.html import notebook
+
+        return notebook(self)
 
 
 # -- between records and JSON: the annotation of a field is its schema --------------------------------------
@@ -180,6 +202,11 @@ def _number(value: Any) -> float:
 
 def _wholes(value: Any) -> tuple[int, ...]:
     return tuple(_whole(item) for item in value)
+
+
+def _histogram(value: Any) -> tuple[int, tuple[int, ...]]:
+    first, counts = value
+    return _whole(first), _wholes(counts)
 
 
 def _texts(value: Any) -> tuple[str, ...]:
@@ -217,11 +244,30 @@ def _context(value: Any) -> dict[str, Any]:
     return {str(key): _plain(item) for key, item in value.items()}
 
 
+_NO_SCALARS = ("shape", "first_bad", "exponents")  # lists of a row, which no curve can be drawn of
+
+
+def _scalars(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for key, value in values.items():
+        if isinstance(value, (list, tuple)):
+            value = {str(at): item for at, item in enumerate(value)}
+        if isinstance(value, Mapping):
+            yield from _scalars(f"{prefix}{key}.", value)
+        elif isinstance(value, (int, float)):
+            try:
+                number = float(value)
+            except OverflowError:  # a whole number beyond float64
+                continue
+            if math.isfinite(number):
+                yield f"{prefix}{key}", number
+
+
 _READERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "str": (_text, "a text"),
     "int": (_whole, "a whole number"),
     "float": (_number, "a number"),
     "tuple[int, ...]": (_wholes, "a list of whole numbers"),
+    "tuple[int, tuple[int, ...]]": (_histogram, "an exponent and a list of counts"),
     "tuple[str, ...]": (_texts, "a list of texts"),
     "dict[str, float | None]": (_numbers, "an object of numbers"),
     "dict[str, Any]": (_context, "an object"),

@@ -9,6 +9,7 @@ back after: where a backward begins and ends, the GradScaler's methods, the recu
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import threading
 from collections import OrderedDict
@@ -24,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from . import frames
 
 _HOOK_DICTS = hasattr(torch._C._FunctionBase, "_register_hook_dict")
+keys = itertools.count(-1, -1)  # for hooks on tensors: torch numbers its handles from 0 up
 RAISED: Any = object()  # stands for the output of a module whose forward raised
 
 
@@ -43,6 +45,23 @@ class Listener(Protocol):
     def on_scaler(self, scaler: Any, what: str, before: Any, after: Any) -> None: ...
 
 
+class ModuleCalls:
+    """The two hooks that see every module call of the process. `remove` takes them off; it can be called twice.
+
+    Dynamo traces what they call into the user's graph: its first line must be a look whether that is going on.
+    """
+
+    def __init__(self, listener: CallListener) -> None:
+        self._before = _nn_module.register_module_forward_pre_hook(listener.on_pre)
+        self._after = _nn_module.register_module_forward_hook(listener.on_post, with_kwargs=True, always_call=True)
+
+    def remove(self) -> None:
+        self._before.remove()
+        self._after.remove()
+        # torch forgets this entry when such a hook is removed (2.13).
+        getattr(_nn_module, "_global_forward_hooks_with_kwargs", {}).pop(self._after.id, None)
+
+
 class Attachment:
     """All that one watch has hung into torch. `remove` takes it off again; it can be called twice."""
 
@@ -50,8 +69,7 @@ class Attachment:
         self._handles: list[Any] = []
         self._params: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}
         self._leaves: list[RemovableHandle] = []
-        self._handles.append(_nn_module.register_module_forward_pre_hook(calls.on_pre))
-        self._handles.append(_nn_module.register_module_forward_hook(calls.on_post, with_kwargs=True, always_call=True))
+        self.calls = ModuleCalls(calls)
 
         def step(after: bool, optimizer: torch.optim.Optimizer, *_: Any) -> None:
             if frames.steps_of(optimizer) < 2:  # the outermost
@@ -111,10 +129,9 @@ class Attachment:
         _unwrap(self._listener)
         self._listener = None
         self.drop_leaves()
+        self.calls.remove()
         for handle in self._handles:
             handle.remove()
-            # torch forgets this entry when such a hook is removed (2.13).
-            getattr(_nn_module, "_global_forward_hooks_with_kwargs", {}).pop(handle.id, None)
         for p, handle in self._params.values():
             handle.remove()
             if not getattr(p, "_post_accumulate_grad_hooks", True):

@@ -18,7 +18,8 @@ from .finding import Finding
 from .leaves import leaves
 from .options import is_compiled, trained_with
 from .replay import Snapshot
-from .watcher import outer_watches, watch
+from .watcher import outer_watches
+from .watching import watch
 
 # Classes whose protocol between ranks has a state that a snapshot of parameters and buffers does not hold.
 _SHARDED = {"FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine", "PipelineStage"}

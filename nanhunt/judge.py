@@ -197,7 +197,7 @@ class Judge:
         self.stepped_back = True
         if not self.observer.on:
             return
-        self.observer.backward_begins()
+        self.observer.arrivals.backward_begins()
         for root in roots:
             if isinstance(root, torch.Tensor):
                 rec = self.observer.look(root, ("loss", ""), None, None, False)
@@ -298,7 +298,7 @@ class Judge:
         self._depth = max(0, self._depth - 1)
         if self._depth or internals.graph_task() != -1 or not self.observer.on:
             return
-        self.observer.arrived()
+        self.observer.arrivals.settle()
         if (
             isinstance(grads, (tuple, list)) and self.observer.backward
         ):  # torch.autograd.grad: its results pass no parameter hook

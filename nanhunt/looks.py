@@ -7,7 +7,6 @@ when the watch is opened is decided there; here each step is a few operations, w
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import warnings
 from collections.abc import Callable
@@ -24,7 +23,6 @@ from .verdict import Call, Rec
 _INF = math.inf
 _Tensor = torch.Tensor
 _CAPTURED = "a CUDA graph was captured under the watch: nothing in it is looked at; run the step without the graph"
-_keys = itertools.count(-1, -1)  # torch numbers its handles from 0 up
 
 
 class _Bring(functools.partial):  # type: ignore[type-arg]
@@ -47,7 +45,7 @@ class Looks:
         self._defer, self._at_once = defer, at_once
         self.backward = backward  # False: forward and the loss alone
         self._dtype: torch.dtype | None = None  # met last
-        self._key = next(_keys)  # of our hook among those of a tensor
+        self._key = next(hooks.keys)  # of our hook among those of a tensor
         self._known: dict[Any, tuple[internals.Storage, Rec]] = {}
         self._known_limit = 4096
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import threading
 from collections import deque
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 
 from . import frames, hooks, internals, probe
+from .arrivals import Arrivals
 from .calls import Calls
 from .errors import NonFiniteError
 from .internals import batched, dispatch_modes, function_modes, graph_task, tracing, transforms
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 TRAIL = 21  # calls that a report shows before the fault
 _USERS = 64  # calls remembered for one tensor
-_SMALL = 1 << 13  # numbers: below, a call costs more than the copy into one tensor
 _PLAIN = (int, float, str, bool, type(None))
 _OUTPUT = ("output", "")
 _ARGUMENT = [(i, "") for i in range(64)]
@@ -61,10 +60,8 @@ class Observer(Looks):
         self.shadow: Shadow | None = None  # while a module is run again: its calls are not the program's
         self.aside = False  # a hunt inside runs its step once more: that is not the program's
         self.own_modes = 0  # dispatch modes that are ours
-        self.largest_grad = 0.0  # of the parameters, in this step; infinity when it is not known
+        self.arrivals = Arrivals(self)
         self._failed = failed
-        self._small: dict[int, tuple[str, nn.Parameter]] = {}  # those whose gradients are looked at together, by id
-        self._arrived: list[nn.Parameter] = []  # those that have got it
 
     def attach(self, attachment: hooks.Attachment) -> None:
         self.attachment = attachment
@@ -131,10 +128,6 @@ class Observer(Looks):
             raise
         except Exception as failure:
             self._failed(failure)
-
-    def on_parameter(self, name: str, param: torch.Tensor) -> None:
-        if self.on and param.grad is not None:
-            self.guarded(self._parameter, name, param, param.grad)
 
     def _unusual(self) -> bool:
         """True where a look needs care: modes of the user, transforms, tracing, runs that are not the program's."""
@@ -313,7 +306,7 @@ class Observer(Looks):
                         call.grad = size
                     call.incoming += size * grad.numel()
                 return
-        self.arrived()  # what came before it is judged before it
+        self.arrivals.settle()  # what came before it is judged before it
         reading = self.reading(grad, rec)
         if reading is not None:
             if reading.bad or self.deferring or self.judge.alert:
@@ -321,74 +314,12 @@ class Observer(Looks):
             else:
                 rec.came_back(reading.absmax, reading.numel)
 
-    def _parameter(self, name: str, param: torch.Tensor, grad: torch.Tensor) -> None:
-        self.judge.touched.add(id(param))
-        if not self.judge.alert and not self.deferring and type(grad) is _Tensor and not batched(grad):
-            numbers = probe.payload(grad)
-            if numbers is None:
-                return
-            if numbers.is_cpu:
-                size = self.peak(numbers)
-                if size < _INF:
-                    self.largest_grad = max(self.largest_grad, size)
-                    return
-        self.largest_grad = _INF
-        self.arrived()
-        reading = self.reading(grad)
-        if reading is not None:
-            self.tell(reading.bad, self.judge.parameter, (name, id(param), reading), None, grad)
-
-    def parameter_hook(self, name: str, param: torch.Tensor) -> Callable[[torch.Tensor], None]:
-        """What to hang on a parameter, to be called when its gradient has been added up.
-
-        Small ones are only noted, by a hook that runs no Python, and looked at together. Not where somebody may
-        change the gradient before that: a hook of the user, an all-reduce.
-        """
-        if isinstance(param, nn.Parameter) and not self._alone(param):
-            self._small[id(param)] = name, param
-            return self._arrived.append  # type: ignore[return-value]
-        return functools.partial(self.on_parameter, name)
-
-    def _alone(self, param: torch.Tensor) -> bool:
-        return (
-            self._defer
-            or type(param) is not nn.Parameter
-            or not param.is_cpu
-            or param.numel() > _SMALL
-            or param.dtype not in probe.DIRECT
-            or len(getattr(param, "_post_accumulate_grad_hooks", None) or ()) > 0
-            or (torch.distributed.is_available() and torch.distributed.is_initialized())
-        )
-
-    def backward_begins(self) -> None:
-        """Where a hook of somebody's stands behind ours by now, the gradient must be looked at before it runs."""
-        self._arrived.clear()
-        if not self._small:
-            return
-        together = torch.distributed.is_available() and torch.distributed.is_initialized()
-        for key, (name, p) in list(self._small.items()):
-            if (together or len(p._post_accumulate_grad_hooks or ()) > 1) and self.attachment is not None:
-                del self._small[key]
-                self.attachment.instead(p, functools.partial(self.on_parameter, name))
-
-    def arrived(self) -> None:
-        """Look at the small gradients that have arrived, in one go; one by one only when something is bad."""
-        if not self._arrived:
-            return
-        params = self._arrived[:]
-        self._arrived.clear()
-        if not self.on:
-            return
-        pairs = [(p, p.grad) for p in params if p.grad is not None]
-        plain = [g for _, g in pairs if type(g) is _Tensor and g.layout is torch.strided and g.dtype in probe.DIRECT]
-        if len(plain) == len(pairs) and not self.judge.alert and not self.deferring:
-            size = self.peak_together(plain)
-            if size < _INF:
-                self.judge.touched.update(map(id, params))
-                self.largest_grad = max(self.largest_grad, size)
-                return
-        for p, grad in pairs:
-            self._parameter(self._small[id(p)][0], p, grad)
+    def forget(self) -> None:
+        """The watch is over: hold nothing of the model."""
+        self.on = False
+        self.calls.interrupted()
+        self.arrivals.forget()
+        self.names.forget()
 
     # --- telling ----------------------------------------------------------------------------------
 
@@ -436,8 +367,7 @@ class Observer(Looks):
         super().new_step()
         self.calls.new_step()
         self.param_takers.clear()
-        self._arrived.clear()
-        self.largest_grad = 0.0
+        self.arrivals.new_step()
 
 
 def _remember(calls: list[Call], call: Call) -> None:

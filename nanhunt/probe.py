@@ -242,6 +242,7 @@ def _tally(numbers: Tensor, dtype: str) -> dict[str, Any]:
     largest = torch.iinfo(layout.integer).max
     infinity = largest >> layout.mantissa << layout.mantissa
     histogram = [0] * ((largest >> layout.mantissa) + 1)
+    tiny = [0] * layout.mantissa
     nan = pos_inf = zero = 0
     lo, hi, least = math.inf, -math.inf, infinity
     for piece in _pieces(distinct):
@@ -257,7 +258,10 @@ def _tally(numbers: Tensor, dtype: str) -> dict[str, Any]:
             ends = torch.aminmax(piece)
             lo, hi = min(lo, ends.min.item()), max(hi, ends.max.item())
         if counts[0]:
-            zero += int(torch.count_nonzero(magnitude == 0))
+            zeros = int(torch.count_nonzero(magnitude == 0))
+            zero += zeros
+            if counts[0] > zeros:
+                tiny = [old + new for old, new in zip(tiny, _octaves(magnitude, layout), strict=True)]
             magnitude = (magnitude - 1).bitwise_and_(largest)  # zero becomes the largest, the rest shrink by one
             least = min(least, int(magnitude.amin()) + 1)
         else:
@@ -284,7 +288,25 @@ def _tally(numbers: Tensor, dtype: str) -> dict[str, Any]:
         "below_normal": subnormal / (finite - zero) if finite > zero else None,
         "headroom_bits": headroom_bits(absmax, dtype),
         "headroom": headrooms(absmax),
+        "exponents": _exponents([*tiny, *histogram[1:-1]], layout, times),
     }
+
+
+def _octaves(magnitude: Tensor, layout: _Layout) -> list[int]:
+    """The subnormal numbers of a piece by the place of their highest bit: they share one exponent field."""
+    small = magnitude[(magnitude > 0) & (magnitude < 1 << layout.mantissa)]
+    powers = torch.tensor([1 << k for k in range(layout.mantissa)], dtype=layout.integer, device=small.device)
+    counts: list[int] = torch.bincount(torch.bucketize(small, powers, right=True) - 1, minlength=len(powers)).tolist()
+    return counts
+
+
+def _exponents(counts: list[int], layout: _Layout, times: int) -> tuple[int, tuple[int, ...]] | None:
+    """Counts from the smallest subnormal number upwards, without the empty ends."""
+    held = [at for at, count in enumerate(counts) if count]
+    if not held:
+        return None
+    first, last = held[0], held[-1]
+    return first + 1 - layout.bias - layout.mantissa, tuple(count * times for count in counts[first : last + 1])
 
 
 def _value(magnitude: int, layout: _Layout) -> float:

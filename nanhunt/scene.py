@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from . import coarse, finding, frames, probe, sites
+from . import coarse, finding, frames, listing, outline, probe, sites
 from .finding import Finding, TensorStats
 from .leaves import arguments, forward_parameters
+from .naming import type_name
 from .verdict import Call, Origin, Rec
 
 if TYPE_CHECKING:
@@ -219,7 +220,7 @@ class Scene:
         known = origin.facts.get("op_level")
         coarse_one = self._coarse(origin)
         if known is None:
-            return coarse_one
+            return self._pictured(coarse_one)
         context = {
             **coarse_one.context,
             "path": known["path"] or None,
@@ -229,7 +230,16 @@ class Scene:
         names = ("phase module module_type call op line source kind tensor cause why advice tensors").split()
         fields = {name: known[name] for name in names}
         fields["tensors"] = fields["tensors"] or coarse_one.tensors
-        return dataclasses.replace(coarse_one, **fields, context=context)
+        return self._pictured(dataclasses.replace(coarse_one, **fields, context=context))
+
+    def _pictured(self, found: Finding) -> Finding:
+        """With what a page draws and only a live program knows: the lines around the line, and the model."""
+        types = {path: type_name(module) for path, module in self.observer.names.by_path.items()}
+        pictures = {
+            "source_context": listing.around(found.line, found.source),
+            "modules": outline.outline(types, outline.lit(found)),
+        }
+        return dataclasses.replace(found, context=found.context | pictures)
 
     def _coarse(self, origin: Origin) -> Finding:
         facts, call = origin.facts, origin.call

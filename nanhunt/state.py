@@ -269,7 +269,7 @@ class State:
             known == id(state)
             and times % _OFTEN
             and type(optimizer).__module__.startswith("torch.optim.")
-            and observer.largest_grad < _GRADIENT
+            and observer.arrivals.largest < _GRADIENT
             and self._largest < _GRADIENT
             and all(
                 p.dtype in _WIDE and (p.grad is None or id(p) in self._judge.touched)

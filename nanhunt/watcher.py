@@ -1,4 +1,4 @@
-"""Front door: `watch`, which runs with the program and stops it at the first fault."""
+"""A running watch: it goes with the program, and stops it at the first fault."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import torch
 from torch import nn
 
 from . import hooks, internals
-from .errors import NonFiniteError, NonFiniteWarning, UsageError, enabled
+from .errors import NonFiniteError, NonFiniteWarning, UsageError
 from .finding import Finding
 from .hits import KEPT, Hits
 from .judge import Judge
 from .naming import Names
 from .observer import Observer
-from .options import OnHit, Options, checked, refuse_compiled
+from .options import Options
 from .scene import Scene
-from .verdict import KINDS, Origin
+from .verdict import Origin
 
 if TYPE_CHECKING:
     from .oplevel import OpLevel
@@ -88,8 +88,9 @@ class Watch:
 
         ops = OpLevel(names, self._observer.calls.current, self._host_read)
         observer = self._observer
-        for name in ("on_pre", "on_post", "on_gradient", "on_parameter"):
+        for name in ("on_pre", "on_post", "on_gradient"):
             setattr(observer, name, ops.hidden(getattr(observer, name)))
+        setattr(observer.arrivals, "on_parameter", ops.hidden(observer.arrivals.on_parameter))  # noqa: B010
         for name in ("_guarded", "_host_read"):
             setattr(self, name, ops.hidden(getattr(self, name)))
         self._ops = self._judge.ops = ops
@@ -138,7 +139,7 @@ class Watch:
         if not self._options.backward:
             return
         with internals.unseen_by_modes() if internals.foreign_modes(self._observer.own_modes) else nullcontext():
-            self._attachment.parameters(self._observer.names.parameters(), self._observer.parameter_hook)
+            self._attachment.parameters(self._observer.names.parameters(), self._observer.arrivals.hook)
 
     def __enter__(self) -> Watch:
         if self._closed:
@@ -169,13 +170,13 @@ class Watch:
             return
         self._closed = True
         self._observer.on = False
-        self._observer.calls.interrupted()
         if self._ops is not None:
             self._ops.leave()
             self.errors += [RuntimeError(text) for text in self._ops.tracer.failures]
         with internals.unseen_by_modes() if internals.foreign_modes() else nullcontext():
             self._attachment.remove()
-        self._observer.names.forget()
+        self._observer.forget()
+        self._scene.optimizer = self._optimizer = None
         if self in _active:
             _active.remove(self)
         if self._stance is not None:
@@ -357,106 +358,6 @@ def outer_watches(*, looking: bool) -> Iterator[None]:
         for one, on_hit in outer:
             one._hits.on_hit = on_hit
             one._observer.aside = False
-
-
-class Nothing(Watch):
-    """What `watch` gives when nanhunt is switched off by NANHUNT=0: it looks at nothing."""
-
-    seen = step_of_last_call = 0
-
-    def __init__(self, model: nn.Module, options: Options) -> None:
-        self._model, self._hits = weakref.ref(model), Hits(options, list)
-        self.errors, self.step = [], 0
-
-    def __enter__(self) -> Watch:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        return None
-
-    def remove(self) -> None:
-        return None
-
-    def returned(self, values: object) -> None:
-        return None
-
-    def ranges(self) -> dict[str, float]:
-        return {}
-
-    def first_batch_hash(self) -> None:
-        return None
-
-
-def watch(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    scaler: Any = None,
-    *,
-    on_hit: OnHit = "raise",
-    stop: str = "confirmed",
-    detail: str = "auto",
-    kinds: Iterable[str] = KINDS,
-    allow: Iterable[str] = (),
-    steps: tuple[int, int] | None = None,
-    every: int = 1,
-    only: Iterable[str] = (),
-    skip: Iterable[str] = (),
-    backward: bool = True,
-    compiled: str = "error",
-    _defer: bool = False,
-) -> Watch:
-    """Watch every module of `model`, forward and backward, and name what makes the first NaN or Inf.
-
-    Use it as a context manager around any number of steps, or keep the handle and call `remove()`:
-    the watch begins with the call. Results are not changed, bit for bit; all hooks come off at the end.
-
-    Args:
-        model: the module that is trained or served; wrappers (DDP, FSDP) may be on it.
-        optimizer, scaler: a `torch.optim.Optimizer` and a `torch.amp.GradScaler`; found as they are
-            used when not given.
-        on_hit: `"raise"` (`NonFiniteError`), `"warn"`, `"record"`, or a callable that gets the `Finding`.
-        stop: `"confirmed"` waits, within the step, until the bad value has reached the model's output,
-            the loss, a gradient, a parameter, a buffer or the optimizer's state; `"first"` stops at the birth.
-        detail: `"module"`, `"op"` or `"auto"`.
-        kinds: which of `"nan"`, `"+inf"`, `"-inf"` count.
-        allow: patterns (`fnmatch`) of module paths whose births never count.
-        steps: `(a, b)`: watch steps a <= step < b only, counted from 0 under this watch.
-        every: watch every n-th step only.
-        only, skip: patterns of module paths to look at, and not to look at. A pattern takes a module with all that
-            is inside it; what the rest makes is then seen where it reaches a module that is looked at.
-        backward: False to look at forward and the loss alone: no gradients, no updates. Cheaper; a weight that an
-            update has spoiled is found in the next forward.
-        compiled: what to do with a model that `torch.compile` has been given: `"error"`, or `"eager"`
-            to run it eagerly while it is watched.
-
-    Raises:
-        UsageError: for something that is not a module, an option that does not exist, a compiled model
-            whose hooks would be dead, or a bad value of NANHUNT.
-        NonFiniteError: from inside the step, when a fault is found and `on_hit` is `"raise"`.
-    """
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"nanhunt.watch needs a torch.nn.Module, got {type(model).__name__}: pass the model itself")
-    options = checked(
-        optimizer=optimizer,
-        scaler=scaler,
-        on_hit=on_hit,
-        stop=stop,
-        detail=detail,
-        kinds=kinds,
-        allow=allow,
-        steps=steps,
-        every=every,
-        only=only,
-        skip=skip,
-        backward=backward,
-        compiled=compiled,
-        defer=_defer,
-    )
-    if not enabled():
-        return Nothing(model, options)
-    if compiled == "error":
-        refuse_compiled(model)
-    return Watch(model, options)
 
 
 def _rank() -> int | None:

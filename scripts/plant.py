@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import functools
 import json
 import multiprocessing
@@ -32,6 +33,7 @@ from oracle import REASONS, Answer, Oracle, Truth
 from planting import PLACES, Plant, every_plant, fingerprint, planted
 from specimens import MODELS, Spec, Specimen, tiny
 from tabulate import tabulate
+from tqdm import tqdm
 
 Tool = Callable[[Specimen, str], Answer | None]
 DEFAULT_MODELS = tuple(MODELS)
@@ -171,14 +173,17 @@ def table(results: Sequence[Result]) -> str:
     return tabulate([(*key, *(rows[key][h] for h in head)) for key in order], headers=("model", "place", *head))
 
 
-def _status_line(done: int, of: int, wrong: int) -> None:
-    if sys.stderr.isatty():
-        print(
-            f"\r{done}/{of} plants, {wrong} wrong ",
-            end="\n" if done == of else "",
-            file=sys.stderr,
-            flush=True,
-        )
+@contextlib.contextmanager
+def bar(*, quiet: bool) -> Iterator[Callable[[int, int, int], None]]:
+    """A progress bar on a terminal, and nothing in a pipe."""
+    with tqdm(unit=" plants", disable=True if quiet else None, dynamic_ncols=True) as shown:
+
+        def progress(done: int, of: int, wrong: int) -> None:
+            shown.total = of
+            shown.set_postfix(wrong=wrong, refresh=False)
+            shown.update(done - shown.n)
+
+        yield progress
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -203,16 +208,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.random:
         chosen += [(f"random:{i}", spec) for i, spec in enumerate(draw(options.random, options.seed))]
     started = time.perf_counter()
-    results = list(
-        sweep(
+    with bar(quiet=options.q) as progress:
+        answers = sweep(
             chosen,
             seed=options.seed,
             sample=options.sample,
             detail=options.detail,
             jobs=options.jobs,
-            progress=_status_line,
+            progress=progress,
         )
-    )
+        results = list(answers)
     return report(results, time.perf_counter() - started, quiet=options.q, json_file=options.json)
 
 

@@ -15,11 +15,21 @@ PACKAGE = pathlib.Path(nanhunt.__file__).parent
 FLOORS = """
 numerics
 errors
+listing
 report.files
 report.lines
 report.table
 finding
+outline
+report.words
 report.text
+report.markup
+report.axis
+report.ruler
+report.trail
+report.tree
+report.numbers
+report.html
 verdict
 evidence
 families
@@ -29,6 +39,7 @@ forward_rules
 update_rules
 causes
 coarse
+ranges
 leaves
 internals
 probe
@@ -40,6 +51,7 @@ hits
 literals
 hooks
 recorder
+meter
 schemas
 runs
 births
@@ -53,6 +65,7 @@ lineage
 tracer
 calls
 looks
+arrivals
 oplevel
 ambient
 kept
@@ -64,9 +77,22 @@ judge
 observer
 scene
 watcher
+watching
+away
+roots
 ranks
 hunter
+integrations.span
+integrations.transformers
+integrations.lightning
+pytest_settings
+pytest_reports
+pytest_trial
+pytest_plugin
 demo
+program
+launcher
+arguments
 cli
 __main__
 """.split()
@@ -75,7 +101,7 @@ __main__
 NO_TORCH = FLOORS[: FLOORS.index("leaves")]
 
 # `TYPE_CHECKING` imports name types; imports inside functions load what a healthy run does not need.
-LATE = {("finding", "report.text"), ("report.files", "finding")}
+LATE = {("finding", "report.text"), ("finding", "report.html"), ("report.files", "finding")}
 
 
 def _name(path: pathlib.Path) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nanhunt import Finding, TensorStats, UsageError, __version__, cli
+from nanhunt import Finding, TensorStats, UsageError, __version__, arguments, cli
 
 ROOT = Path(cli.__file__).parent.parent
 
@@ -122,6 +122,34 @@ def test_show_json_is_one_list_that_reads_back(saved: dict[str, str], capsys: py
     assert [Finding.from_dict(one) for one in data] == [CALIBRATION, FAULT, FAULT]
 
 
+def test_show_html_writes_one_page_beside_the_first_file(
+    saved: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["show", "--html", saved["lines"], saved["fault"]]) == 1
+    path = Path(saved["lines"]).with_suffix(".html")
+    assert capsys.readouterr().out == f"written to {path}\n"
+    assert path.read_text(encoding="utf-8").count("encoder.layer.2") >= 2
+
+
+@pytest.mark.parametrize("form", [[], ["--json"], ["--html"]])
+def test_show_writes_to_a_file_of_any_name(
+    saved: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], form: list[str]
+) -> None:
+    out = tmp_path / "new" / "out"
+    assert cli.main(["show", *form, "-o", str(out), saved["fault"]]) == 1
+    assert capsys.readouterr().out == f"written to {out}\n"
+    assert "encoder.layer.2" in out.read_text(encoding="utf-8")
+
+
+def test_show_does_not_write_over_what_it_reads(saved: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Nor over a folder."""
+    for form in ([], ["--json"], ["--html"]):
+        assert cli.main(["show", *form, "-o", saved["fault"], saved["fault"]]) == 2
+        assert "is read and would be written: name another file with -o" in capsys.readouterr().err
+    assert cli.main(["show", "-o", str(Path(saved["fault"]).parent), saved["fault"]]) == 2
+    assert "it is a folder" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -178,8 +206,20 @@ def test_the_version_is_that_of_the_package() -> None:
 def test_the_help_teaches_the_commands_and_the_three_lines() -> None:
     shown = run("--help")
     assert (shown.returncode, shown.stderr) == (0, "")
-    for line in ("import nanhunt", "with nanhunt.watch(model):", "NANHUNT=0", "python -m nanhunt demo"):
+    for line in ("import nanhunt", "with nanhunt.watch(model):", "NANHUNT=0", "python -m nanhunt demo", "torchrun"):
         assert line in shown.stdout
+    for option in (
+        "--detail",
+        "--on-hit",
+        "--stop",
+        "--steps",
+        "--every",
+        "--kinds",
+        "--allow",
+        "--compiled",
+        "--report",
+    ):
+        assert f"  {option}" in shown.stdout or f", {option}" in shown.stdout
     assert "exit code: 0 when no file holds a fault, 1 when one does, 2" in run("show", "--help").stdout
     assert "nothing is planted" in run("demo", "--help").stdout.lower()
     for page in (shown.stdout, run("show", "--help").stdout, run("demo", "--help").stdout):
@@ -189,19 +229,34 @@ def test_the_help_teaches_the_commands_and_the_three_lines() -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (
-            ["train.py"],
-            "nanhunt: error: there is no command 'train.py': use demo or show (python -m nanhunt --help)",
-        ),
-        (
-            ["sho", "a"],
-            "nanhunt: error: there is no command 'sho': use demo or show (python -m nanhunt --help)",
-        ),
         (["show"], "nanhunt show: error: the following arguments are required: FILE"),
-        (["show", "--jso", "x"], "nanhunt: error: unrecognized arguments: --jso"),
-        (["--verbose", "show", "x"], "nanhunt: error: unrecognized arguments: --verbose"),
-        (["demo", "now"], "nanhunt: error: unrecognized arguments: now"),
+        (["show", "--jso", "x"], "nanhunt show: error: unrecognized arguments: --jso"),
+        (["show", "--json", "--html", "x"], "nanhunt show: error: argument --html: not allowed with argument --json"),
+        (["--verbose", "show", "x"], "nanhunt: error: options of show come after the word: nanhunt show --help"),
+        (["--verbose", "train.py"], "nanhunt: error: unrecognized arguments: --verbose"),
+        (["--verbose", "3", "train.py"], "nanhunt: error: unrecognized arguments: --verbose"),
+        (["--det", "op", "train.py"], "nanhunt: error: unrecognized arguments: --det"),
+        (["-q"], "nanhunt: error: name a program to run: a script, -m module or -c code (python -m nanhunt --help)"),
+        (["--detail"], "nanhunt: error: argument --detail: expected one argument"),
+        (["-q", "-m"], "nanhunt: error: argument -m: expected one argument"),
+        (["demo", "now"], "nanhunt demo: error: unrecognized arguments: now"),
         (["demo", "--save"], "nanhunt demo: error: argument --save: expected one argument"),
+        (
+            ["--steps", "7", "x.py"],
+            "nanhunt: error: argument --steps: '7': give A:B with 0 <= A < B, such as 100:200, 100: or :200",
+        ),
+        (
+            ["--steps=5:5", "x.py"],
+            "nanhunt: error: argument --steps: '5:5': give A:B with 0 <= A < B, such as 100:200, 100: or :200",
+        ),
+        (
+            ["--every", "0", "x.py"],
+            "nanhunt: error: argument --every: '0': give a whole number of steps, 1 or more",
+        ),
+        (
+            ["--kinds", "-inf,inf", "x.py"],
+            "nanhunt: error: argument --kinds: 'inf' is not known: use one or more of nan,+inf,-inf",
+        ),
     ],
 )
 def test_wrong_usage_ends_with_2_and_says_what_is_wrong(
@@ -248,6 +303,75 @@ def test_the_switch_is_obeyed_and_checked_by_the_demo() -> None:
     assert wrong.stderr == f"nanhunt: error: NANHUNT='maybe' is not a legal value: {legal}\n"
 
 
+# --- running a program ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["gone.py"], r"can't open file '.*gone\.py': \[Errno 2\] No such file or directory"),
+        (["-m", "nanhunt_gone.x"], r"No module named nanhunt_gone\.x .*"),
+        (["-m", "nanhunt.report"], r"No module named nanhunt\.report\.__main__; 'nanhunt\.report' is a package .*"),
+        (["{folder}"], r"can't find '__main__' module in '.*'"),
+        (["-o", "{folder}/a.txt", "x.py"], r"cannot write a report to '.*a\.txt': name a folder, or a file that .*"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_with_2(tmp_path: Path, args: list[str], message: str) -> None:
+    (tmp_path / "a.txt").write_text("")
+    ran = run(*[arg.replace("{folder}", str(tmp_path)) for arg in args])
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert re.fullmatch(f"nanhunt: error: {message}\n", ran.stderr)
+
+
+def test_a_word_of_ours_wins_over_a_script_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "show").write_text("print('a script')")
+    monkeypatch.chdir(tmp_path)
+    assert "required: FILE" in run("show").stderr
+    assert run("./show").stdout == run("--", "show").stdout == "a script\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "ours", "how", "what", "args"),
+    [
+        (["t.py", "-m", "x"], [], "script", "t.py", ("-m", "x")),
+        (["-q", "--steps", "1:2", "-m", "x", "-q"], ["-q", "--steps=1:2"], "module", "x", ("-q",)),
+        (["-mx.y", "a"], [], "module", "x.y", ("a",)),
+        (["-o", "out", "-c", "pass"], ["-oout"], "code", "pass", ()),
+        (["--kinds", "-inf", "-", "-"], ["--kinds=-inf"], "script", "-", ("-",)),
+        (["--detail=op", "--", "-odd.py", "--"], ["--detail=op"], "script", "-odd.py", ("--",)),
+    ],
+)
+def test_what_stands_after_the_program_is_its_own(
+    given: list[str], ours: list[str], how: str, what: str, args: tuple[str, ...]
+) -> None:
+    split, program = arguments.split(given, arguments.parser())
+    assert program is not None
+    assert (split, program.how, program.what, program.args) == (ours, how, what, args)
+
+
+def test_options_of_the_launcher_are_those_of_watch_with_its_defaults() -> None:
+    """A new option of `nanhunt.watch`, or a changed default, must not be forgotten here."""
+    from nanhunt import roots
+
+    seen: dict[str, object] = {}
+
+    class Launch:
+        def __init__(self, *, options: dict[str, object], report: str | None, quiet: bool) -> None:
+            seen.update(options)
+
+        def run(self, program: object) -> int:
+            return 0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cli, "Launch", Launch)
+        assert cli.main(["x.py"]) == 0
+        assert seen == roots._DEFAULTS
+        cli.main(["--allow", "a.*", "--allow=b", "--steps", "3:", "--every=2", "--compiled", "eager", "x.py"])
+    changed = {"allow": ("a.*", "b"), "steps": (3, sys.maxsize), "every": 2, "compiled": "eager"}
+    assert seen == roots._DEFAULTS | changed
+    roots.Roots(**seen)
+
+
 # --- no torch ---------------------------------------------------------------------------------------
 
 _LOADED = """
@@ -261,7 +385,10 @@ print("torch" in sys.modules, file=sys.stderr)
 """
 
 
-@pytest.mark.parametrize("args", [["--help"], ["--version"], ["show", "fault"], ["show", "--json", "fault"], []])
+@pytest.mark.parametrize(
+    "args",
+    [["--help"], ["--version"], ["show", "fault"], ["show", "--json", "fault"], ["show", "--html", "fault"], []],
+)
 def test_only_the_demo_loads_torch(saved: dict[str, str], args: list[str]) -> None:
     ended = python("-c", _LOADED, *[saved.get(arg, arg) for arg in args])
     assert ended.stderr.splitlines()[-1] == "False"

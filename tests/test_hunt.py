@@ -18,7 +18,7 @@ from torch.optim import optimizer as optim_module
 from nanhunt.errors import NonFiniteError, UsageError
 from nanhunt.finding import Finding
 from nanhunt.hunter import hunt
-from nanhunt.watcher import watch
+from nanhunt.watching import watch
 
 from .hunted import FAULTS, MODELS, RECIPES, Program, bits, differences
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import os
-import re
 import sys
 from collections.abc import Callable
 
-from ..finding import Call, Finding, TensorStats
-from ..numerics import fmt
+from ..finding import PICTURES, Finding
 from .lines import cells, clean, elide, head, wrap
 from .table import Column, table
+from .words import bits, call_name, count, growth, hop, is_bad, known, notation, percent, place, plain, row_name, share
 
 _NOT_A_FAULT = {
     "loss_scale": "the GradScaler skips this step and lowers the scale",
     "absorbed": "it reached neither the loss nor a gradient",
 }
-_SHORT = {"float": "f", "bfloat": "bf", "complex": "c", "int": "i", "uint": "u"}
 
 # How many lines a section may take, its heading included, or how many rows its table may show. With what
 # stands around the rows, five lines of place and six blank ones, that makes 60 at most.
@@ -27,8 +24,7 @@ _HOPS = 5  # of the way; where there is one, the other sections make room
 _ADVICE_HEADING = "What to do"
 _TENSORS_HEADING = "Tensors (headroom: how many bits the largest number may still grow; own dtype, then others)"
 _TRAIL_HEADING = "The calls before it, oldest first (largest number in and out)"
-_FOLDERS = re.compile(r"(?<=\s)\S*[/\\](?=[^/\\\s]+:\d)")
-_OVERLOAD = re.compile(r"\baten\.(\w+)\.\w+")
+_ELSEWHERE = ("path", *PICTURES)  # context that has a section of its own, or none
 _WAY_HEADING = "From there to where it was noticed, op by op"
 _CONTEXT_HEADING = "Context"
 
@@ -111,37 +107,9 @@ def _short_op(op: str) -> str:
 
 def _place(finding: Finding, width: int) -> list[str]:
     """File and line, the text of the line, the operation with its dtypes, the tensor and the cause."""
-    f = finding
-    pairs: list[tuple[str, str]] = []
-    if f.line:
-        where = {"backward": "forward at", "input": "called at", "state": "read at"}.get(f.phase, "at")
-        pairs.append(("summed at" if f.op == "AccumulateGrad" else where, clean(f.line)))
-        if f.source:
-            pairs.append(("", clean(f.source.strip())))
-    if f.op or _dtypes(f):
-        how = "derivative of " if f.phase == "backward" and f.op != "AccumulateGrad" else ""
-        pairs.append(
-            ("op" if f.op else "dtype", f"{how}{clean(f.op)} {_dtypes(f)}" if f.op else _dtypes(f).removeprefix("in "))
-        )
-    if f.tensor:
-        pairs.append(("tensor", clean(f.tensor)))
-    if f.cause:
-        pairs.append(("cause", clean(f.cause).replace("_", " ")))
+    pairs = place(finding)
     label = max((len(name) for name, _ in pairs), default=0)
     return [elide(f"{name:<{label}}  {value}".rstrip(), width) for name, value in pairs]
-
-
-def _dtypes(finding: Finding) -> str:
-    """`in float16`, or `float16, float32 -> float32` where the operation changes the dtype."""
-    made = list(dict.fromkeys(t.dtype for t in finding.tensors if t.dtype and _is_result(t)))
-    read = list(dict.fromkeys(t.dtype for t in finding.tensors if t.dtype and not _is_result(t)))
-    if made and read and made != read:
-        return f"{', '.join(map(clean, read))} -> {', '.join(map(clean, made))}"
-    return f"in {', '.join(map(clean, made or read))}" if made or read else ""
-
-
-def _is_result(row: TensorStats) -> bool:
-    return row.role.startswith(("output", "result", "gradient", "grad_input"))
 
 
 def _advice(finding: Finding, width: int, most: int) -> list[str]:
@@ -159,10 +127,10 @@ def _context(finding: Finding, width: int, most: int) -> list[str]:
     told: list[str] = []
     unseen: list[str] = []
     for key, value in list(finding.context.items())[:40]:
-        if value is None or value == () or value == {} or value == "" or key == "path":
+        if value is None or value == () or value == {} or value == "" or key in _ELSEWHERE:
             continue
         (unseen if key.startswith(("blind", "not_seen")) else told).append(
-            f"{clean(key).replace('_', ' ')} {_value(value)}"
+            f"{clean(key).replace('_', ' ')} {plain(value)}"
         )
     lines += wrap(", ".join(told), width, most=most - 2)
     for text in unseen:
@@ -170,24 +138,12 @@ def _context(finding: Finding, width: int, most: int) -> list[str]:
     return lines[: most - 1]
 
 
-def _value(value: object) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, (int, float)):
-        return fmt(value)
-    if isinstance(value, tuple):
-        return "; ".join(_value(item) for item in value[:12]) + (" ..." if len(value) > 12 else "")
-    if isinstance(value, dict):
-        return "(" + ", ".join(f"{clean(key)} {_value(item)}" for key, item in list(value.items())[:12]) + ")"
-    return elide(clean(value), 200)
-
-
 def _way(finding: Finding, width: int) -> list[str]:
     """The hops, without the folders of their files; the middle of a long way is left out."""
     hops = finding.context.get("path")
     if not isinstance(hops, tuple) or len(hops) < 2:
         return []
-    lines = [_OVERLOAD.sub(r"\1", _FOLDERS.sub("", clean(str(hop)))) for hop in hops]
+    lines = [hop(str(one)) for one in hops]
     lines = [line if cells(line) <= width else head(line, width - 3) + "..." for line in lines]
     if len(lines) > _HOPS:
         left_out = len(lines) - _HOPS + 1
@@ -200,7 +156,7 @@ def _trail(finding: Finding, width: int, most: int) -> list[str]:
     if not shown:
         return []
     columns = [
-        Column("module", [_call_name(c) for c in shown], left=True, shrinks=True),
+        Column("module", [call_name(c) for c in shown], left=True, shrinks=True),
         Column("type", [clean(c.module_type or "") for c in shown], left=True, shrinks=True, give=2),
         Column(
             "phase",
@@ -209,56 +165,40 @@ def _trail(finding: Finding, width: int, most: int) -> list[str]:
             give=1,
         ),
         Column("call", [str(c.call) if c.call and c.call > 1 else "" for c in shown], give=3),
-        Column("in", [_known(c.absmax_in) for c in shown]),
-        Column("out", [_known(c.absmax_out) for c in shown]),
-        Column("growth", [_growth(c) for c in shown], give=4),
+        Column("in", [known(c.absmax_in) for c in shown]),
+        Column("out", [known(c.absmax_out) for c in shown]),
+        Column("growth", [growth(c) for c in shown], give=4),
     ]
     lines = table(columns, width)
     more = len(finding.trail) - len(shown)
     return lines if not (lines and more) else [*lines, f"(and {more} earlier)"]
 
 
-def _call_name(call: Call) -> str:
-    if call.module is None:
-        return "(outside the model)"
-    return clean(call.module) or "(the model itself)"
-
-
-def _growth(call: Call) -> str:
-    if call.absmax_in and call.absmax_out and math.isfinite(call.absmax_in) and math.isfinite(call.absmax_out):
-        return f"x {fmt(float(f'{call.absmax_out / call.absmax_in:.2g}'))}"
-    return ""
-
-
-def _known(number: float | None) -> str:
-    return "" if number is None else fmt(number)
-
-
 def _tensors(finding: Finding, width: int, paint: Callable[[str, str], str]) -> list[str]:
     # What is bad comes first only where not all can be shown; else the order of the record is kept.
     rows = list(finding.tensors)
     if len(rows) > _ROWS:
-        rows = sorted(rows, key=lambda row: not _is_bad(row))[:_ROWS]
+        rows = sorted(rows, key=lambda row: not is_bad(row))[:_ROWS]
     if not rows:
         return []
 
     def room(name: str) -> list[str]:
-        return [_bits(row.headroom.get(name)) if row.dtype != name else "" for row in rows]
+        return [bits(row.headroom.get(name)) if row.dtype != name else "" for row in rows]
 
     columns = [
-        Column("tensor", [_row_name(row, finding) for row in rows], left=True, shrinks=True),
-        Column("type", [_notation(row) for row in rows], left=True, shrinks=True),
+        Column("tensor", [row_name(row, finding) for row in rows], left=True, shrinks=True),
+        Column("type", [notation(row) for row in rows], left=True, shrinks=True),
         Column("device", [clean(row.device or "") for row in rows], left=True, give=8),
-        Column("min", [_known(row.min) for row in rows]),
-        Column("max", [_known(row.max) for row in rows]),
-        Column("absmax", [_known(row.absmax) for row in rows], give=1),
-        Column("smallest", [_known(row.smallest_nonzero) for row in rows], give=2),
-        Column("nan", [_count(row.nan) for row in rows]),
-        Column("+inf", [_count(row.pos_inf) for row in rows]),
-        Column("-inf", [_count(row.neg_inf) for row in rows]),
-        Column("zero", [_share(row.zero, row.numel) for row in rows], give=3),
-        Column("subnormal", [_percent(row.below_normal) for row in rows], give=9),
-        Column("headroom", [_bits(row.headroom_bits) for row in rows], give=10),
+        Column("min", [known(row.min) for row in rows]),
+        Column("max", [known(row.max) for row in rows]),
+        Column("absmax", [known(row.absmax) for row in rows], give=1),
+        Column("smallest", [known(row.smallest_nonzero) for row in rows], give=2),
+        Column("nan", [count(row.nan) for row in rows]),
+        Column("+inf", [count(row.pos_inf) for row in rows]),
+        Column("-inf", [count(row.neg_inf) for row in rows]),
+        Column("zero", [share(row.zero, row.numel) for row in rows], give=3),
+        Column("subnormal", [percent(row.below_normal) for row in rows], give=9),
+        Column("headroom", [bits(row.headroom_bits) for row in rows], give=10),
         Column("f16", room("float16"), give=7),
         Column("bf16", room("bfloat16"), give=5),
         Column("e4m3", room("float8_e4m3fn"), give=6),
@@ -272,51 +212,10 @@ def _tensors(finding: Finding, width: int, paint: Callable[[str, str], str]) -> 
     header, *body = lines
     lines = [
         header,
-        *(paint("red", line) if _is_bad(row) else line for row, line in zip(rows, body, strict=True)),
+        *(paint("red", line) if is_bad(row) else line for row, line in zip(rows, body, strict=True)),
     ]
     more = len(finding.tensors) - len(rows)
     return lines if not more else [*lines, f"(and {more} more in the record)"]
-
-
-def _is_bad(row: TensorStats) -> bool:
-    return bool(row.nan or row.pos_inf or row.neg_inf)
-
-
-def _row_name(row: TensorStats, finding: Finding) -> str:
-    # `weight`, not `weight encoder.block.2.wo.weight`: the page is about that module
-    name = (row.name or "").removeprefix(f"{finding.module}." if finding.module else "")
-    return clean(row.role if not name or name == row.role else f"{row.role} {name}")
-
-
-def _notation(row: TensorStats) -> str:
-    """`f16[2,6,64]`"""
-    dtype = clean(row.dtype or "")
-    for long, short in _SHORT.items():
-        if dtype.removeprefix(long).isdigit():
-            dtype = short + dtype.removeprefix(long)
-            break
-    dtype = dtype.removeprefix("float8_").removesuffix("fn") if dtype.startswith("float8_") else dtype
-    if row.shape is None:
-        return dtype
-    return f"{dtype}[{','.join('*' if size < 0 else str(size) for size in row.shape)}]"
-
-
-def _count(n: int | None) -> str:
-    return "?" if n is None else fmt(n) if n else ""
-
-
-def _share(n: int | None, of: int | None) -> str:
-    return "" if not n or not of else _percent(n / of)
-
-
-def _percent(share: float | None) -> str:
-    if not share:
-        return ""
-    return "<0.1%" if share < 0.001 else f"{100 * share:.3g}%"
-
-
-def _bits(bits: float | None) -> str:
-    return "" if bits is None else fmt(bits) if not math.isfinite(bits) else f"{bits:+.1f}"
 
 
 # -- paint ---------------------------------------------------------------------------------------------------

@@ -1,0 +1,133 @@
+"""A callback for the Trainer of Lightning, under both of its package names."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+from ..finding import Finding
+from ..options import OnHit
+from .span import Span
+
+# The package that is imported -> the one that must be installed. They are the same code twice over, and the classes
+# of one are strangers to the other.
+_PACKAGES = {"lightning.pytorch": "lightning", "pytorch_lightning": "pytorch_lightning"}
+
+if not any(find_spec(installed) for installed in _PACKAGES.values()):
+    raise ImportError("nanhunt.integrations.lightning needs the lightning library: pip install 'nanhunt[lightning]'")
+
+
+class _Events:
+    """What is done at the events of a Trainer; `NanHuntCallback` has Lightning's `Callback` classes beside it."""
+
+    _span: Span
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        # Of torch.compile(module) the Trainer takes the module, with compiled methods on it, and this mark.
+        self._span.open(pl_module, compiled=getattr(pl_module, "_compiler_ctx", None) is not None)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        optimizers = trainer.optimizers
+        self._span.begin(pl_module, optimizers[0] if len(optimizers) == 1 else None, lambda: trainer.global_step)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        # A GradScaler skips such a step by itself, and may fail on one without gradients.
+        if self._stops(trainer) and getattr(trainer, "scaler", None) is None:
+            optimizer.zero_grad()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._span.end()
+        if self._stops(trainer):
+            trainer.should_stop = True
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self._span.close()
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._span.close()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._span.close()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._span.close(exception)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._span.close()
+
+    def _stops(self, trainer: Any) -> bool:
+        """True when the training is to stop because of this step, the same on all ranks."""
+        if self._span.on_hit != "stop" or not self._span.inside:
+            return False
+        return bool(trainer.strategy.reduce_boolean_decision(self._span.struck, all=False))
+
+
+class NanHuntCallback(_Events):
+    """Watches the training steps of a Lightning `Trainer` and names what makes the first NaN or Inf.
+
+        trainer = Trainer(callbacks=[NanHuntCallback(steps=(12_000, 12_100))])
+
+    It fits `lightning.pytorch` and `pytorch_lightning`: it is a `Callback` of each that is imported by the time it is
+    made. Modules bear the names of `LightningModule.named_modules()`. A fault is logged as an error (logger
+    `nanhunt`). Validation, the sanity check and what runs between epochs are not watched; for that, use
+    `nanhunt.watch` around `trainer.validate()`. No hook stands outside of the steps asked for, nor after the
+    training, however it ends.
+
+    Args:
+        steps: `(a, b)`: watch only the steps a <= step < b, counted as `trainer.global_step` is when they begin,
+            also after a resume. Nothing is hooked, and nothing costs anything, before and after.
+        on_hit: `"raise"`: `NonFiniteError` leaves `trainer.fit()`. `"stop"`: the page is printed and
+            `trainer.should_stop` is set; what the step's backward gave does not reach the weights, so they are as
+            the step before has left them (unless the optimizer's own step was at fault). Several ranks agree on it,
+            which takes a small collective a step. `"warn"` (`NonFiniteWarning`, once for each place) and `"record"`
+            go on. A callable gets each `Finding` while the step still runs.
+        detail: `"module"`, `"op"` or `"auto"`, as for `nanhunt.watch`.
+        report: a folder for an HTML page and a JSON file of each fault, once for each place.
+        options: what else `nanhunt.watch` takes: `stop`, `kinds`, `allow`, `every`, `compiled`, `scaler`.
+
+    Raises:
+        UsageError: for an option that does not exist, at once; for a compiled module without `compiled="eager"`,
+            when the training begins.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> NanHuntCallback:
+        _join()
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        steps: tuple[int, int] | None = None,
+        on_hit: OnHit = "raise",
+        detail: str = "auto",
+        report: str | os.PathLike[str] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self._span = Span(steps=steps, on_hit=on_hit, report=report, detail=detail, **options)
+
+    @property
+    def finding(self) -> Finding | None:
+        """The first fault of the last training, or None."""
+        return self._span.finding
+
+    @property
+    def findings(self) -> list[Finding]:
+        """All that was recorded in the last training, faults and what was none, at most 100."""
+        return self._span.findings
+
+
+def _join() -> None:
+    """Make `NanHuntCallback` a `Callback` of each package that is in use; where none is yet, of the first installed.
+
+    Both packages may be installed where one is used, and the other takes seconds to import.
+    """
+    used = [name for name in _PACKAGES if sys.modules.get(name) is not None]
+    if not used:
+        used = [next(name for name, installed in _PACKAGES.items() if find_spec(installed))]
+    for name in used:
+        base = importlib.import_module(name).Callback
+        if base not in NanHuntCallback.__mro__:
+            NanHuntCallback.__bases__ = (*NanHuntCallback.__bases__, base)

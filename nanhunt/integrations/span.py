@@ -1,0 +1,250 @@
+"""A watch over the steps [a, b) of somebody else's trainer, and what is told of a fault in them."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import sys
+import warnings
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import NonFiniteError, NonFiniteWarning, UsageError, enabled
+from ..finding import Finding
+from ..hits import KEPT
+from ..options import OnHit, is_compiled
+from ..report.files import write_whole
+from ..watcher import Watch
+from ..watching import watch
+
+_ON_HIT = ("raise", "stop", "warn", "record")
+_log = logging.getLogger("nanhunt")
+
+
+class Span:
+    """Watches the steps that were asked for, as the trainer counts them, and has no hook anywhere else.
+
+    A trainer calls `open` when it begins, `begin` at the start of each of its steps and `end` after each, and `close`
+    when it ends, by whatever way, and before it runs the model for other reasons, such as an evaluation. The first
+    step that is wanted opens the watch, which then stays from step to step.
+
+    Args:
+        steps: `(a, b)`: the steps a <= step < b of the trainer, whose step 0 is the first ever made; None for all.
+        on_hit: `"raise"`, `"stop"` (for the trainer to do: see `struck`), `"warn"`, `"record"`, or a callable that
+            gets the `Finding`.
+        report: a folder, made when it is needed, for the page and the JSON of each fault; None for none.
+        options: those of `nanhunt.watch`; `every` is of the trainer's steps too.
+
+    Attributes:
+        finding: the first fault, its `step` being the trainer's, or None.
+        findings: all that was recorded since `open`, faults and what was none, at most 100.
+        struck: True when the step that runs, or has just ended, has had a fault.
+        inside: True when that step is one of those asked for.
+
+    Raises:
+        UsageError: for an option that does not exist, before any training.
+    """
+
+    def __init__(
+        self,
+        *,
+        steps: tuple[int, int] | None,
+        on_hit: OnHit,
+        report: str | os.PathLike[str] | None,
+        **options: Any,
+    ) -> None:
+        if not callable(on_hit) and on_hit not in _ON_HIT:
+            words = ", ".join(map(repr, _ON_HIT))
+            raise UsageError(f"on_hit={on_hit!r} is not known: use one of {words} or a callable that gets the Finding")
+        if report is not None and Path(report).exists() and not Path(report).is_dir():
+            raise UsageError(f"report={os.fspath(report)!r} is a file: name a folder, which may be a new one")
+        self.steps = tuple(steps) if isinstance(steps, list) else steps  # a list is what a YAML file gives
+        self.on_hit, self.report, self.options = on_hit, report, dict(options)
+        # What `watch` refuses is refused now, and not at the first step that is wanted, hours from here.
+        watch(nn.Identity(), None, steps=self.steps, **options).remove()
+        self.every: int = self.options.pop("every", 1)
+        self._watch: Watch | None = None
+        self.open()
+
+    def open(self, model: nn.Module | None = None, *, compiled: bool = False) -> None:
+        """A training begins; one that was left without a word is over.
+
+        Raises:
+            UsageError: when the model, or the trainer by what it does to it, is `compiled`, and eager runs were not
+                asked for.
+        """
+        self.close()
+        self.finding: Finding | None = None
+        self.findings: list[Finding] = []
+        self.struck = self.inside = False
+        self._told: set[tuple[str | None, ...]] = set()
+        compiled = compiled or (model is not None and any(map(is_compiled, model.modules())))
+        if compiled and self.options.get("compiled") != "eager" and enabled():
+            raise UsageError(
+                "this model is compiled, and hooks inside a compiled graph are dead: use "
+                'NanHuntCallback(compiled="eager") to run it eagerly while it is watched'
+            )
+
+    def _wanted(self, step: int) -> bool:
+        inside = self.steps is None or self.steps[0] <= step < self.steps[1]
+        return inside and step % self.every == 0
+
+    def begin(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        now: Callable[[], int],
+        tell: Callable[[Finding], object] = lambda finding: None,
+    ) -> None:
+        """A step begins.
+
+        Args:
+            model: what is trained.
+            optimizer: the one optimizer, which a library may have wrapped; None where there are several.
+            now: gives the trainer's count of steps that are done.
+            tell: gets each fault, once for each place.
+        """
+        self.struck = False
+        self.inside = self._wanted(now())
+        if not self.inside:
+            self.close()
+            return
+        self._now, self._tell = now, tell
+        if self._watch is None:
+            self._watch = watch(model, bare(optimizer), on_hit=self._hit, **self.options)
+            self._read = 0
+            self._marks: deque[tuple[int, int]] = deque(maxlen=8)
+        self._mark()
+
+    def end(self) -> None:
+        """A step has ended, and the trainer has counted it."""
+        if self._watch is None:
+            return
+        if self._wanted(self._now()):  # the next one, for which it stays
+            self._gather()
+        else:
+            self.close()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Take all hooks off until a step begins; an `error` that the training ends with is told what was found.
+
+        Raises:
+            NonFiniteError: when the last look finds a fault, nothing else went wrong, and `on_hit` is `"raise"`.
+        """
+        running = self._watch
+        if running is None:
+            return
+        try:
+            if error is None:
+                running.__exit__(None, None, None)
+            else:
+                running.__exit__(type(error), error, error.__traceback__)
+        finally:
+            self._gather()
+            if error is not None:
+                self._correct(error)
+            self._watch = None
+            del self._now, self._tell  # they hold the trainer
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy takes along: all but the watch that runs, which is of this process and this model."""
+        return {key: value for key, value in vars(self).items() if key not in ("_now", "_tell")} | {"_watch": None}
+
+    # --- steps of the watch and steps of the trainer ------------------------------------------------
+
+    def _mark(self) -> None:
+        """Note where the trainer is now: its steps and those of the watch need not go in pairs."""
+        if self._watch is not None:
+            here = self._watch.step, self._now()
+            if not self._marks or self._marks[-1] != here:
+                self._marks.append(here)
+
+    def _of_trainer(self, finding: Finding) -> Finding:
+        """The same with the trainer's step: that of the last mark at or before the step of the watch."""
+        step = finding.step
+        if step is None or not self._marks:
+            return finding
+        passed = [there for ours, there in self._marks if ours <= step]
+        return dataclasses.replace(finding, step=passed[-1] if passed else self._marks[0][1])
+
+    # --- what was found -----------------------------------------------------------------------------
+
+    def _hit(self, finding: Finding) -> None:
+        """What the watch does with a fault, while the step still runs."""
+        self._mark()
+        self._gather()
+        self.struck = True
+        fault = self._of_trainer(finding)
+        if callable(self.on_hit):
+            self.on_hit(fault)
+        elif self.on_hit == "raise":
+            raise NonFiniteError(fault)
+
+    def _gather(self) -> None:
+        """Take over what the watch has recorded since."""
+        if self._watch is None:
+            return
+        new = self._watch.findings[self._read :]
+        self._read += len(new)
+        for finding in map(self._of_trainer, new):
+            if len(self.findings) < KEPT:
+                self.findings.append(finding)
+            if finding.handled is None:
+                self.struck = True
+                self.finding = self.finding or finding
+                self._announce(finding)
+
+    def _announce(self, fault: Finding) -> None:
+        """Say it so that nobody overlooks it: trainers leave a NaN out of the losses they log. Once for each place."""
+        place = (fault.phase, fault.module, fault.kind, fault.tensor, fault.op)
+        if place in self._told or len(self._told) >= KEPT:
+            return
+        first = not self._told
+        self._told.add(place)
+        files = self._written(fault)
+        _log.error("%s%s", fault.title(), f" (see {files[0]})" if files else "")
+        self._tell(fault)
+        if self.on_hit == "stop" and first:
+            print(f"\n{fault}\n", file=sys.stderr, flush=True)
+        elif self.on_hit == "warn":
+            warnings.warn(str(fault), NonFiniteWarning, stacklevel=2)
+
+    def _written(self, fault: Finding) -> list[Path]:
+        if self.report is None:
+            return []
+        rank = f"-rank{fault.rank}" if fault.rank is not None else ""
+        stem, nth = f"step{fault.step}{rank}", 1
+        while (Path(self.report) / f"{stem}.json").exists():
+            nth += 1
+            stem = f"step{fault.step}{rank}-{nth}"
+        try:
+            from ..report import html
+
+            page = write_whole(Path(self.report) / f"{stem}.html", html.page(fault))
+            return [page, write_whole(Path(self.report) / f"{stem}.json", fault.to_json(indent=1) + "\n")]
+        except Exception as failure:  # a full disk, say, is no reason to end a training
+            _log.error("the report of this fault could not be written: %s", failure)
+            return []
+
+    def _correct(self, error: BaseException) -> None:
+        """What the watch has written on an exception names its own step: name the trainer's."""
+        finding = getattr(error, "nanhunt_finding", None)
+        if not isinstance(finding, Finding):
+            return
+        fault = self._of_trainer(finding)
+        error.nanhunt_finding = fault  # type: ignore[attr-defined]
+        notes = getattr(error, "__notes__", [])
+        notes[:] = [note.replace(str(finding), str(fault)) for note in notes]
+
+
+def bare(optimizer: Any) -> Any:
+    """The torch optimizer inside what a library has wrapped around it; None when there is none to be seen."""
+    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer if isinstance(optimizer, torch.optim.Optimizer) else None

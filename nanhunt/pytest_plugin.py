@@ -1,0 +1,206 @@
+"""The pytest plugin: fixture `nanhunt`, marker `nanhunt`, `--nanhunt` and its options. It only wires."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from . import pytest_settings as asked
+from .errors import NonFiniteError, UsageError, enabled
+from .finding import Finding
+from .pytest_reports import Tally, save, shorten, shown, without_machinery, without_pages
+from .pytest_trial import Hunting, Place, Trial
+from .ranges import RangesChanged
+
+_SESSION = pytest.StashKey[asked.Settings]()
+_TRIAL = pytest.StashKey[Trial]()
+_SHOWN = 3  # findings of one test that become sections
+
+_MARKER = (
+    "nanhunt({arguments}): watch every model that this test calls, and fail it when it makes a NaN or an Inf. "
+    "on=False leaves it out of --nanhunt; headroom_bits=2 fails it also when a number of any module comes closer than "
+    'two bits to the limit of its dtype, or of dtype="float16". The arguments are the options of --nanhunt; a test '
+    "that uses the fixture `nanhunt` is watched by what it opens, unless on=True."
+)
+_GROUP = "nanhunt: where the first NaN or Inf of a test was made"
+_TWINS = (
+    "watch every model that is called in every test, and fail a test that makes a NaN or an Inf. Each option of this "
+    "group has a twin in the environment (NANHUNT_DETAIL=op; NANHUNT_PYTEST=1 for this one), in the ini file "
+    "(nanhunt_detail = op; nanhunt = true for this one), and most as an argument of the marker nanhunt. A marker goes "
+    "before the command line, that before the environment, that before the ini file. NANHUNT=0 turns all of it off"
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("nanhunt", _GROUP)
+    for name, setting in asked.SETTINGS.items():
+        if name == "on":
+            group.addoption(
+                asked.flag(name), dest="nanhunt_on", action="store_const", const=True, default=None, help=_TWINS
+            )
+        else:
+            group.addoption(
+                asked.flag(name),
+                dest=asked.ini(name),
+                type=_argument(name),
+                default=None,
+                metavar=setting.metavar,
+                help=setting.help,
+            )
+        kind: Any = "bool" if name == "on" else "args" if name in ("kinds", "allow") else "string"
+        parser.addini(asked.ini(name), f"{setting.help} ({asked.flag(name)})", type=kind, default=None)
+    group.addoption(
+        "--nanhunt-update",
+        dest="nanhunt_update",
+        action="store_true",
+        help="write the files of nanhunt.check_ranges anew: review the difference, and commit it",
+    )
+
+
+def _argument(name: str) -> Any:
+    def read(text: str) -> Any:
+        try:
+            return asked.SETTINGS[name].read(text)
+        except UsageError as error:
+            raise argparse.ArgumentTypeError(f"{text!r} is not known: {error}") from None
+
+    return read
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    arguments = ", ".join(f"{name}=..." for name in asked.NAMES if name not in asked.NOT_IN_MARKERS)
+    config.addinivalue_line("markers", _MARKER.format(arguments=arguments))
+    here, home = config.invocation_params.dir, config.inipath.parent if config.inipath else config.rootpath
+    try:
+        enabled()
+        above = asked.of_command_line(config.getoption).over(asked.of_environment(os.environ))
+        session = above.inside(here).over(asked.of_ini(config.getini).inside(home))
+    except UsageError as error:
+        raise pytest.UsageError(str(error)) from None
+    config.stash[_SESSION] = session
+    config.pluginmanager.register(_End(session, here), "nanhunt-end")
+
+
+class _End:
+    """Counts the reports of all tests, wherever they ran, and says the last line."""
+
+    def __init__(self, session: asked.Settings, here: Path) -> None:
+        self._tally = Tally()
+        self._folder = None if session.report is None else shown(Path(session.report), here)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._tally.take(report)
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        lines = self._tally.lines(self._folder)
+        if lines:
+            terminalreporter.section("nanhunt")
+        for line in lines:
+            terminalreporter.write_line(line)
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    session = config.stash[_SESSION]
+    if not session.on:
+        return None
+    return f"nanhunt: {asked.told(session)}" if enabled() else "nanhunt: switched off by NANHUNT=0"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
+    made = yield
+    for item in made if isinstance(made, list) else [made]:
+        if isinstance(item, pytest.Item):
+            try:
+                asked.of_markers(item.iter_markers("nanhunt"))
+            except UsageError as error:  # as an unknown marker does; a pytest.UsageError is lost in a worker of xdist
+                raise pytest.Collector.CollectError(f"{item.nodeid}: {error}") from None
+    return made
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    session = item.config.stash[_SESSION]
+    try:
+        marker = asked.of_markers(item.iter_markers("nanhunt"))
+    except UsageError as error:  # of a marker that was added after the collection
+        pytest.fail(str(error), pytrace=False)
+    item.stash[_TRIAL] = Trial(
+        session if marker is None else marker.over(session),
+        Place(file=item.path, test=".".join(item.nodeid.split("::")[1:]), root=item.config.rootpath),
+        watched=asked.watched(marker, session, has_fixture="nanhunt" in getattr(item, "fixturenames", ())),
+        update=item.config.getoption("nanhunt_update"),
+    )
+
+
+@pytest.fixture
+def nanhunt(request: pytest.FixtureRequest) -> Iterator[Hunting]:
+    """Every public name of nanhunt, with the settings of this test; `check_ranges` guards the ranges of a model."""
+    trial = request.node.stash[_TRIAL]
+    trial.hunting = Hunting(trial)
+    yield trial.hunting
+    trial.hunting.leave(None, None, None)
+
+
+def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str] | None:
+    """`assert nanhunt.hunt(...) is None` says in its one line what was found."""
+    if op in ("is", "==") and isinstance(left, Finding) and right is None:
+        return [f"nanhunt: {left.title()}"]
+    return None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    trial = item.stash[_TRIAL]
+    with trial.running():
+        result = yield
+    failure = trial.verdict()
+    if failure is not None:
+        pytest.fail(failure, pytrace=False)
+    return result
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    error = None if call.excinfo is None else call.excinfo.value
+    if error is not None:
+        without_pages(error)
+    if call.excinfo is not None and isinstance(error, NonFiniteError) and not item.config.getoption("fulltrace"):
+        kept = without_machinery(call.excinfo.tb)
+        if kept is not None:
+            call.excinfo.traceback = type(call.excinfo.traceback)(kept)
+    report = yield
+    trial = item.stash.get(_TRIAL, None)
+    if trial is not None:
+        _tell(report, trial, item, error)
+    return report
+
+
+def _tell(report: pytest.TestReport, trial: Trial, item: pytest.Item, error: BaseException | None) -> None:
+    found = trial.faults(error) if report.failed or trial.only_warns else []
+    hunting, folder = trial.hunting, item.config.stash[_SESSION].report
+    told = {
+        "watched": trial.watched or hunting is not None,
+        "titles": [finding.title() for finding in found],
+        "files": 0,
+        "written": hunting.written if hunting is not None else [],
+        "unwatched": trial.unwatched(),
+    }
+    for finding in found[:_SHOWN]:
+        report.sections.append(("nanhunt", str(finding)))
+    if found:
+        item.user_properties.append(("nanhunt", found[0].title()))
+        if folder is not None:
+            told["files"] = len(save(Path(folder), item.nodeid, found))
+    if isinstance(error, NonFiniteError):
+        shorten(report.longrepr, error.finding.title(), whole=False)
+    elif isinstance(error, RangesChanged) or (report.failed and trial.failure is not None and report.when == "call"):
+        shorten(report.longrepr, trial.failure or str(error), whole=True)
+    report.nanhunt = told  # type: ignore[attr-defined]  # pytest and xdist carry what stands on a report

@@ -1,0 +1,337 @@
+"""Every root module that a program calls, watched as it comes."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from . import frames, hooks, internals, watcher
+from .away import Away
+from .errors import UsageError, enabled
+from .finding import Finding
+from .hits import KEPT
+from .naming import type_name
+from .options import checked, is_compiled
+from .watcher import Watch
+from .watching import watch
+
+LIMIT = 64  # models that are watched at a time: each costs every backward and optimizer step some microseconds
+_BRIEF, _TIRED = 10, 16  # calls of a short life; short lives of one class after which it is let be
+_TOLD = 20  # classes that are named as not watched
+_PATIENCE = 4096  # new models between two searches for dead ones, at most
+_COMPILED = (
+    'hooks inside a compiled graph are dead: ask for compiled="eager" to have it run eagerly while it is watched'
+)
+_HOOKS_UNDER_COMPILE = r"Using `torch\.compile\(module\)` when there are global hooks"
+
+# What may be asked for: the options of `watch` that do not belong to one model.
+_OF_ONE = ("optimizer", "scaler", "only", "skip")
+_DEFAULTS = {
+    name: option.default
+    for name, option in inspect.signature(watch).parameters.items()
+    if option.default is not option.empty and not name.startswith("_") and name not in _OF_ONE
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    """A model that was watched: its class, and how many of its steps and calls from outside were seen."""
+
+    model: str
+    steps: int
+    calls: int
+
+
+class Roots:
+    """Watches every module that is called from outside any other module, from its first call on.
+
+    Use it as a context manager, or with `start()` and `stop()`. It takes the options of `nanhunt.watch` except
+    `optimizer` and `scaler`, which are found as they are used, and the patterns `only` and `skip`, which are of
+    one model. A call of a part of a watched model starts nothing; a larger model that contains a watched one
+    takes its place. What cannot be watched runs as if nobody looked, and is told in `unwatched`. Models that
+    die are let go.
+
+    Attributes:
+        watches: the watches that run now, after `stop` those that ran last.
+        findings: what all watches have recorded, in the order in which it happened, at most 100.
+        finding: the first fault (its `handled` is None), or None.
+        models: for each of `findings` the class of the model that it was found in.
+        noted: called with each finding as it is recorded, before anything is raised; None for nobody.
+
+    Raises:
+        UsageError: for an option that does not exist or a value that is not legal, at once.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        for name in options:
+            if name not in _DEFAULTS:
+                raise UsageError(f"{name!r} is no option here: use {', '.join(_DEFAULTS)}")
+        self._options = _DEFAULTS | options
+        checked(optimizer=None, scaler=None, **self._options)
+        self.watches: list[Watch] = []
+        self.findings: list[Finding] = []
+        self.models: list[str] = []
+        self.finding: Finding | None = None
+        self.noted: Callable[[Finding], object] | None = None
+        self._names: dict[Watch, str] = {}
+        self._ended: list[Watched] = []
+        self._dead: list[Watch] = []
+        self._away: list[Away] | None = None
+        # The parts of what is watched or refused, and whom their calls concern.
+        self._known: dict[int, tuple[weakref.ref[nn.Module], tuple[Watch, ...]]] = {}
+        self._known_limit = 4096
+        self._unwatched: dict[str, str] = {}
+        self._brief: dict[str, int] = {}
+        self._patience, self._waited = 1, 0
+        self._lock = threading.Lock()
+        self._handle: Any = None
+        self._filter: Any = None
+        self._compilations = 0
+        self._eager = self._stopped = False
+
+    # --- life -------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Roots:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop(error)
+
+    def start(self) -> None:
+        """Begin to look for models; with NANHUNT=0 nothing is ever looked at."""
+        if self._stopped:
+            raise UsageError("these roots were stopped: make new ones with Roots(...)")
+        if self._handle is not None or not enabled():
+            return
+        if self._options["compiled"] == "eager":  # a compiled function, or Module.compile, passes no hook of ours
+            import torch._dynamo  # noqa: F401  (a stance is only taken where the compiler is there)
+
+            internals.eager.hold()
+            self._eager = True
+        # It speaks of hooks that the program knows nothing of.
+        warnings.filterwarnings("ignore", message=_HOOKS_UNDER_COMPILE, category=UserWarning)
+        self._filter = warnings.filters[0]
+        self._compilations = _compilations()
+        self._handle = hooks.ModuleCalls(self)
+        gc.callbacks.append(self._collecting)
+
+    def stop(self, error: BaseException | None = None) -> None:
+        """Take everything off. `error` is what the program died of, if it did.
+
+        Raises:
+            NonFiniteError: when the last look at an unfinished step finds a fault and `on_hit` is "raise".
+        """
+        self._stopped = True
+        if self._handle is None:
+            return
+        self._handle.remove()
+        self._handle = None
+        gc.callbacks.remove(self._collecting)
+        if self._filter in warnings.filters:
+            cast("list[Any]", warnings.filters).remove(self._filter)
+        self._note_compiled()
+        self._bury()
+        stopped: BaseException | None = None
+        for one in sorted(self.watches, key=lambda one: one.finding is not self.finding):
+            if error is not None and self.finding is not None and one.finding is not self.finding:
+                one.remove()  # the exception bears the first finding, and not what came of it elsewhere
+                continue
+            try:
+                one.__exit__(type(error) if error is not None else None, error, None)
+            except Exception as failure:
+                stopped = stopped or failure
+        self._known.clear()
+        if self._eager:
+            self._eager = False
+            internals.eager.drop()
+        if stopped is not None:
+            raise stopped
+
+    # --- what is told -------------------------------------------------------------------------------
+
+    @property
+    def unwatched(self) -> list[str]:
+        """What was called and not watched, each with the reason, in words."""
+        return [f"{name}: {why}" for name, why in self._unwatched.items()]
+
+    @property
+    def watched(self) -> list[Watched]:
+        """The models that were watched, in the order of their end; those that still are come last."""
+        return [*self._ended, *(self._told(one) for one in self.watches)]
+
+    # --- module calls -------------------------------------------------------------------------------
+
+    def on_pre(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if torch.compiler.is_compiling():
+            return
+        # A hundred watches do not each look at every call: it is passed on to those that it concerns.
+        for one in self._concerned(module, begin=True):
+            one._observer.on_pre(module, args)
+
+    def on_post(self, module: nn.Module, args: Any, kwargs: Any, out: Any = hooks.RAISED) -> None:
+        if torch.compiler.is_compiling():
+            return
+        for one in self._concerned(module, begin=False):
+            one._observer.on_post(module, args, kwargs, out)
+
+    def _concerned(self, module: nn.Module, *, begin: bool) -> tuple[Watch, ...]:
+        known = self._known.get(id(module))
+        if known is not None and known[0]() is module:
+            return known[1]
+        owners = [one for one in self.watches if id(module) in one._observer.names.modules]
+        if owners:  # it was put into a watched model since
+            self._known[id(module)] = weakref.ref(module), tuple(owners)
+        one = self._newcomer(module) if begin and not owners else None
+        return (one,) if one is not None else tuple(owners or self.watches)
+
+    def _newcomer(self, module: nn.Module) -> Watch | None:
+        """The watch of a module that nobody knows and that no other module calls; None where none is to begin."""
+        if any(id(module) in one._observer.names.modules for one in watcher._active):
+            return None  # the program's own watch
+        if getattr(module, "_is_replica", False):  # of DataParallel, made anew in each forward
+            return None
+        if internals.graph_task() != -1 or internals.transformed() or internals.recording():
+            return None
+        if len(frames.running()) > 1:
+            return None  # made on the fly inside the forward of another
+        if self._options["detail"] == "op" and internals.dispatch_modes() > len(self.watches):
+            return None  # the program would later take our mode off the stack instead of the one it has on now
+        # A finalizer may call a module while a collection holds the lock: it must not wait for itself.
+        if not self._lock.acquire(timeout=1.0):
+            return None
+        try:
+            return self._begin(module) if self._handle is not None else None
+        finally:
+            self._lock.release()
+
+    def _begin(self, module: nn.Module) -> Watch | None:
+        name = type_name(getattr(module, "_orig_mod", module))
+        if self._brief.get(name, 0) < _TIRED:
+            self._sweep()
+        if self._brief.get(name, 0) >= _TIRED:
+            self._refuse(module, name, f"made anew again and again: {_TIRED} were watched, and later ones were not")
+            return None
+        parts = {id(part): part for part in module.modules()}
+        contained = [one for one in self.watches if id(one._observer.names.model) in parts]
+        if len(self.watches) - len(contained) >= LIMIT:
+            self._refuse(module, name, f"{LIMIT} models are watched at a time, and there were more")
+            return None
+        if self._options["compiled"] == "error" and any(map(is_compiled, parts.values())):
+            self._refuse(module, name, f"it is compiled, and {_COMPILED}")
+            return None
+        try:
+            one = watch(module, **self._options)
+        except Exception as failure:  # whatever is odd about this model: the program must go on
+            self._refuse(module, name, f"{type(failure).__name__}: {failure}")
+            for half in [one for one in watcher._active if one.model is module]:
+                half.remove()
+            return None
+        one._attachment.calls.remove()  # of its calls it is told by us
+        for smaller in contained:
+            self._end(smaller)
+        setattr(one._hits, "keep", functools.partial(self._keep, name, one._hits.keep))  # noqa: B010  (a method, for mypy)
+        self.watches.append(one)
+        self._names[one] = name
+        self._learn(module, one)
+        return one
+
+    def _refuse(self, module: nn.Module, name: str, why: str) -> None:
+        if len(self._unwatched) >= _TOLD:
+            name, why = "others", "and more classes than are named here"
+        self._unwatched.setdefault(name, why)
+        self._learn(module, None)
+
+    def _learn(self, module: nn.Module, one: Watch | None) -> None:
+        """From now on calls of any part of this module go to this watch, or to none."""
+        if len(self._known) > self._known_limit:
+            self._known = {key: known for key, known in list(self._known.items()) if known[0]() is not None}
+            self._known_limit = max(4096, 2 * len(self._known))
+        for part in module.modules():
+            known = self._known.get(id(part))
+            before = known[1] if known is not None and known[0]() is part else ()
+            self._known[id(part)] = weakref.ref(part), before if one is None else (*before, one)
+
+    def _keep(self, name: str, keep: Callable[[Finding], None], finding: Finding) -> None:
+        keep(finding)
+        if finding.handled is None and self.finding is None:
+            self.finding = finding
+        if len(self.findings) < KEPT:
+            self.findings.append(finding)
+            self.models.append(name)
+        if self.noted is not None:
+            self.noted(finding)
+
+    # --- the end of a model -------------------------------------------------------------------------
+
+    def _end(self, one: Watch) -> None:
+        self._ended.append(self._told(one))
+        del self._names[one]
+        self.watches.remove(one)
+        for key, (part, owners) in list(self._known.items()):
+            if one in owners:
+                self._known[key] = part, tuple(other for other in owners if other is not one)
+        one.remove()
+
+    def _told(self, one: Watch) -> Watched:
+        return Watched(model=self._names[one], steps=one.step, calls=one._observer.roots)
+
+    def _bury(self) -> None:
+        """Take off the watches of the dead. Not while a collection runs: torch may be walking over its hooks."""
+        dead, self._dead = self._dead, []
+        for one in dead:
+            name = self._names[one]
+            self._brief[name] = self._brief.get(name, 0) + 1 if one._observer.roots < _BRIEF else 0
+            self._end(one)
+
+    def _sweep(self) -> None:
+        """Look for models that only their watches keep. With no room left, less and less often while there are none."""
+        self._waited += 1
+        if len(self.watches) < LIMIT or self._waited >= self._patience:
+            self._waited = 0
+            self._take_back(self._let_go())
+            self._patience = 1 if self._dead else min(2 * self._patience, _PATIENCE)
+        self._bury()
+
+    def _let_go(self) -> list[Away]:
+        return [Away(one) for one in self.watches if not one._observer.calls.threads and one not in self._dead]
+
+    def _take_back(self, away: list[Away]) -> None:
+        self._dead += [one.watch for one in away if not one.back()]
+
+    def _collecting(self, phase: str, info: dict[str, int]) -> None:
+        """A full collection must find a model that only our names hold, also one that is part of a cycle."""
+        if phase == "start" and info["generation"] == 2 and self._away is None and self._lock.acquire(blocking=False):
+            self._away = self._let_go()
+        elif phase == "stop" and self._away is not None:
+            away, self._away = self._away, None
+            self._take_back(away)
+            self._lock.release()
+
+    def _note_compiled(self) -> None:
+        """A compiled function passes no hook: that it ran is all that can be known of it."""
+        if _compilations() > self._compilations and self._options["compiled"] == "error" and not self._compiled():
+            self._unwatched["code under torch.compile"] = _COMPILED
+
+    def _compiled(self) -> bool:
+        return any(_COMPILED in why for why in self._unwatched.values())
+
+
+def _compilations() -> int:
+    """How many frames torch.compile has looked at in this process; 0 where it does not count them."""
+    counters: Any = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
+    return int(counters["frames"]["total"]) if counters else 0

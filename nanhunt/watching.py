@@ -1,0 +1,116 @@
+"""Front door: `watch`, around any number of steps."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import UsageError, enabled
+from .hits import Hits
+from .options import OnHit, Options, checked, refuse_compiled
+from .verdict import KINDS
+from .watcher import Watch
+
+
+class Nothing(Watch):
+    """What `watch` gives when nanhunt is switched off by NANHUNT=0: it looks at nothing."""
+
+    seen = step_of_last_call = 0
+
+    def __init__(self, model: nn.Module, options: Options) -> None:
+        self._model, self._hits = weakref.ref(model), Hits(options, list)
+        self.errors, self.step = [], 0
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+    def remove(self) -> None:
+        return None
+
+    def returned(self, values: object) -> None:
+        return None
+
+    def ranges(self) -> dict[str, float]:
+        return {}
+
+    def first_batch_hash(self) -> None:
+        return None
+
+
+def watch(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    scaler: Any = None,
+    *,
+    on_hit: OnHit = "raise",
+    stop: str = "confirmed",
+    detail: str = "auto",
+    kinds: Iterable[str] = KINDS,
+    allow: Iterable[str] = (),
+    steps: tuple[int, int] | None = None,
+    every: int = 1,
+    only: Iterable[str] = (),
+    skip: Iterable[str] = (),
+    backward: bool = True,
+    compiled: str = "error",
+    _defer: bool = False,
+) -> Watch:
+    """Watch every module of `model`, forward and backward, and name what makes the first NaN or Inf.
+
+    Use it as a context manager around any number of steps, or keep the handle and call `remove()`:
+    the watch begins with the call. Results are not changed, bit for bit; all hooks come off at the end.
+
+    Args:
+        model: the module that is trained or served; wrappers (DDP, FSDP) may be on it.
+        optimizer, scaler: a `torch.optim.Optimizer` and a `torch.amp.GradScaler`; found as they are
+            used when not given.
+        on_hit: `"raise"` (`NonFiniteError`), `"warn"`, `"record"`, or a callable that gets the `Finding`.
+        stop: `"confirmed"` waits, within the step, until the bad value has reached the model's output,
+            the loss, a gradient, a parameter, a buffer or the optimizer's state; `"first"` stops at the birth.
+        detail: `"module"`, `"op"` or `"auto"`.
+        kinds: which of `"nan"`, `"+inf"`, `"-inf"` count.
+        allow: patterns (`fnmatch`) of module paths whose births never count.
+        steps: `(a, b)`: watch steps a <= step < b only, counted from 0 under this watch.
+        every: watch every n-th step only.
+        only, skip: patterns of module paths to look at, and not to look at. A pattern takes a module with all that
+            is inside it; what the rest makes is then seen where it reaches a module that is looked at.
+        backward: False to look at forward and the loss alone: no gradients, no updates. Cheaper; a weight that an
+            update has spoiled is found in the next forward.
+        compiled: what to do with a model that `torch.compile` has been given: `"error"`, or `"eager"`
+            to run it eagerly while it is watched.
+
+    Raises:
+        UsageError: for something that is not a module, an option that does not exist, a compiled model
+            whose hooks would be dead, or a bad value of NANHUNT.
+        NonFiniteError: from inside the step, when a fault is found and `on_hit` is `"raise"`.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"nanhunt.watch needs a torch.nn.Module, got {type(model).__name__}: pass the model itself")
+    options = checked(
+        optimizer=optimizer,
+        scaler=scaler,
+        on_hit=on_hit,
+        stop=stop,
+        detail=detail,
+        kinds=kinds,
+        allow=allow,
+        steps=steps,
+        every=every,
+        only=only,
+        skip=skip,
+        backward=backward,
+        compiled=compiled,
+        defer=_defer,
+    )
+    if not enabled():
+        return Nothing(model, options)
+    if compiled == "error":
+        refuse_compiled(model)
+    return Watch(model, options)
