@@ -61,7 +61,6 @@ class Calls:
     def __init__(self, names: Names, *, sites: bool) -> None:
         self._names, self._sites = names, sites
         self.thread = _Thread()
-        self._counts: dict[str, int] = {}
         self.entries: dict[int, Entry] = {}  # id(module) ->
         self._patience, self._waited = 1, 0
         self.last: dict[str, Call] = {}  # path -> its last call of this step
@@ -113,11 +112,12 @@ class Calls:
             parent = self.last[path].parent
         if len(entry.aliases) > 1:
             path = common(parent.path if parent else "", entry.aliases)
+        before = self.last.get(path)
         if again:
-            call = Call(path, entry.type_name, max(self._counts.get(path, 1), 1), parent, entry.key)
+            call = Call(path, entry.type_name, 1 if before is None else before.nth, parent, entry.key)
             call.again = True
         else:
-            nth = self._counts[path] = self._counts.get(path, 0) + 1
+            nth = 1 if before is None else before.nth + 1
             call = self.last[path] = Call(path, entry.type_name, nth, parent, entry.key)
         if entry.builtin:
             call.builtin, call.steady = True, entry.steady
@@ -155,7 +155,6 @@ class Calls:
         return running[-1] if running else None
 
     def new_step(self) -> None:
-        self._counts.clear()
         self.last.clear()
         if self.given:
             self.given_before, self.given = self.given, {}

@@ -25,6 +25,10 @@ _Tensor = torch.Tensor
 _CAPTURED = "a CUDA graph was captured under the watch: nothing in it is looked at; run the step without the graph"
 
 
+_VIEWS = 64  # remembered for one piece of memory
+_View = tuple[int | torch.SymInt, int, Any, Rec]  # offset, numel, shape and strides where it is not contiguous
+
+
 class _Bring(functools.partial):  # type: ignore[type-arg]
     """What hangs on a tensor: the record, numbers and names only, and the word that it is not to be saved with it."""
 
@@ -46,7 +50,7 @@ class Looks:
         self.backward = backward  # False: forward and the loss alone
         self._dtype: torch.dtype | None = None  # met last
         self._key = next(hooks.keys)  # of our hook among those of a tensor
-        self._known: dict[Any, tuple[internals.Storage, Rec]] = {}
+        self._known: dict[int, tuple[internals.Storage, list[_View]]] = {}  # memory -> what was looked at in it
         self._known_limit = 4096
 
     # --- one tensor -------------------------------------------------------------------------------
@@ -57,8 +61,12 @@ class Looks:
             return self._look_at_subclass(tensor, name, scope, maker, again)
         if not (self.backward and tensor.requires_grad):
             return self._look_unhooked(tensor, name, scope, maker, again)
+        version = tensor._version
         others = tensor._backward_hooks
         if others is not None:
+            mine: Any = others.get(self._key)
+            if mine is not None and mine.args[0].version == version and not mine.args[0].leaf:
+                return mine.args[0]  # type: ignore[no-any-return]
             known = self._among(others, tensor)
             if known is not None:
                 return known
@@ -75,15 +83,15 @@ class Looks:
             except (RuntimeError, IndexError):  # empty, sparse, nested
                 if not self._measured(tensor, rec, again):
                     return None
-        self._hook(tensor, others, rec, again)
+        self._hook(tensor, others, rec, version, again)
         return rec
 
-    def _hook(self, tensor: torch.Tensor, others: Any, rec: Rec, again: bool) -> None:
+    def _hook(self, tensor: torch.Tensor, others: Any, rec: Rec, version: int, again: bool) -> None:
         self.seen += 1
         if rec.dtype is not self._dtype:
             self._dtype = rec.dtype
             self.dtypes.add(rec.dtype)
-        rec.version = tensor._version
+        rec.version = version
         node = tensor.grad_fn
         if node is None:
             rec.leaf = not again  # a checkpoint detaches what it recomputes from
@@ -94,17 +102,31 @@ class Looks:
     def _look_unhooked(
         self, tensor: torch.Tensor, name: Any, scope: Call | None, maker: Call | None, again: bool
     ) -> Rec | None:
-        key = _identity(tensor)
-        found = self._known.get(key) if key is not None else None
-        if found is not None:
-            return found[1]
-        rec = Rec(name, tensor.dtype, scope, maker)
-        if not self._measured(tensor, rec, again):
+        memory = _memory(tensor)
+        views = self._known.get(memory._cdata) if memory is not None else None
+        if views is not None:
+            known = _the_same(views[1], tensor)
+            if known is not None:
+                return known
+        dtype = tensor.dtype
+        rec = Rec(name, dtype, scope, maker)
+        plain = type(tensor) is _Tensor and dtype in DIRECT and tensor.is_cpu and not (again or self._defer)
+        try:
+            if plain:
+                rec.measured(*limits(tensor))
+        except (RuntimeError, IndexError):  # empty, sparse, nested
+            plain = False
+        if not plain and not self._measured(tensor, rec, again):
             return None
         self.seen += 1
-        self.dtypes.add(rec.dtype)
-        if key is not None:
-            self._known[key] = (internals.Storage(tensor.untyped_storage()), rec)
+        self.dtypes.add(dtype)
+        if memory is not None:
+            rec.version = tensor._version
+            if views is None:
+                self._known[memory._cdata] = views = (internals.Storage(memory), [])
+            views[1].append((tensor.storage_offset(), tensor.numel(), _spread(tensor), rec))
+            if len(views[1]) > _VIEWS:
+                del views[1][0]
         return rec
 
     def _look_at_subclass(
@@ -121,7 +143,7 @@ class Looks:
                 rec = Rec(name, tensor.dtype, scope, maker)
                 if not self._measured(tensor, rec, again):
                     return None
-                self._hook(tensor, others, rec, again)
+                self._hook(tensor, others, rec, tensor._version, again)
                 return rec
         except Exception as failure:
             self.blind.add(f"{type(tensor).__name__} cannot be looked at ({type(failure).__name__})")
@@ -144,9 +166,9 @@ class Looks:
         """
         if self.backward and tensor.requires_grad:
             return self._among(tensor._backward_hooks or {}, tensor)
-        key = _identity(tensor)
-        found = self._known.get(key) if key is not None else None
-        return found[1] if found is not None else None
+        memory = _memory(tensor)
+        views = self._known.get(memory._cdata) if memory is not None else None
+        return _the_same(views[1], tensor) if views is not None else None
 
     def _among(self, hooks: Any, tensor: torch.Tensor) -> Rec | None:
         """Of the tensor as it is: in-place ops leave hooks of what it was. A leaf is looked at in each step."""
@@ -240,11 +262,28 @@ class Looks:
             self._known_limit = max(4096, 2 * len(self._known))
 
 
-def _identity(tensor: torch.Tensor) -> Any:
-    """What tells a piece of memory and its contents from every other; None where there is no such thing."""
-    try:
-        memory = tensor.untyped_storage()._cdata
-        spread = None if tensor.is_contiguous() else (tuple(tensor.shape), tensor.stride())
-        return memory, tensor._version, tensor.storage_offset(), tensor.numel(), tensor.dtype, spread
-    except (RuntimeError, NotImplementedError):  # inference tensors count no versions; sparse ones have no storage
+def _memory(tensor: torch.Tensor) -> Any:
+    """The storage of a tensor; None where it does not tell a tensor and its contents from every other."""
+    if tensor.is_inference():  # which counts no versions
         return None
+    try:
+        return tensor.untyped_storage()
+    except (RuntimeError, NotImplementedError):  # a sparse one has none
+        return None
+
+
+def _the_same(views: list[_View], tensor: torch.Tensor) -> Rec | None:
+    for offset, numel, spread, rec in views:
+        if (
+            rec.version == tensor._version
+            and offset == tensor.storage_offset()
+            and numel == tensor.numel()
+            and rec.dtype is tensor.dtype
+            and spread == _spread(tensor)
+        ):
+            return rec
+    return None
+
+
+def _spread(tensor: torch.Tensor) -> Any:
+    return None if tensor.is_contiguous() else (tuple(tensor.shape), tensor.stride())

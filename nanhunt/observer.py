@@ -119,7 +119,13 @@ class Observer(Looks):
     def on_gradient(self, rec: Rec, grad: torch.Tensor | None) -> None:
         if not self.on or grad is None or self.shadow is not None:
             return
-        if self._unusual():
+        if (
+            dispatch_modes() > self.own_modes
+            or function_modes()
+            or self.aside
+            or transforms() is not None
+            or tracing() is not None
+        ):
             self.guarded(self._gradient, rec, grad)
             return
         try:
@@ -128,17 +134,6 @@ class Observer(Looks):
             raise
         except Exception as failure:
             self._failed(failure)
-
-    def _unusual(self) -> bool:
-        """True where a look needs care: modes of the user, transforms, tracing, runs that are not the program's."""
-        return (
-            dispatch_modes() > self.own_modes
-            or function_modes() > 0
-            or self.shadow is not None
-            or self.aside
-            or transforms() is not None
-            or tracing() is not None
-        )
 
     def guarded(self, event: Callable[..., None], *args: Any) -> None:
         """Run an event unseen by the user's modes. Only the deliberate stop leaves it."""
@@ -210,7 +205,7 @@ class Observer(Looks):
                         bad = self._take(tensor, name, call, recs, again) or bad
         if outermost:
             self.judge.batch(recs, args, kwargs)
-        if (bad or self.judge.alert or self.deferring) and not again:
+        if (bad or self.judge.alert or self._defer or self.slots.waiting) and not again:
             self.tell(bad, self.judge.entered, (call, recs), module, (args, kwargs))
 
     def _take(self, tensor: torch.Tensor, name: Any, call: Call, recs: list[Rec], again: bool) -> bool:
@@ -254,19 +249,22 @@ class Observer(Looks):
         if type(out) is _Tensor:
             rec = self.look(out, _OUTPUT, call.parent, call, again)
             if rec is not None:
-                bad = self._give(rec, call, outermost)
                 recs.append(rec)
+                bad = rec.bad
+                if outermost or rec.makers[-1:] != [call]:  # a child made it, or it was handed in
+                    self._give(rec, call, outermost)
         else:
             for name, tensor in probe.leaves(out):
                 if not isinstance(tensor, nn.Parameter):
                     rec = self.look(tensor, ("output", name), call.parent, call, again)
                     if rec is not None:
-                        bad = self._give(rec, call, outermost) or bad
                         recs.append(rec)
+                        bad = bad or rec.bad
+                        self._give(rec, call, outermost)
         if not again:
             self.trail.append((call, taken, recs))
             calls.given[call.path] = call, recs
-            if bad or outermost or self.judge.alert or self.deferring:
+            if bad or outermost or self.judge.alert or self._defer or self.slots.waiting:
                 self.tell(
                     bad or outermost,
                     self.judge.left,
@@ -279,14 +277,13 @@ class Observer(Looks):
             self.drain()
 
     @staticmethod
-    def _give(rec: Rec, call: Call, outermost: bool) -> bool:
+    def _give(rec: Rec, call: Call, outermost: bool) -> None:
         if call.parent is not None:
             rec.scope = call.parent  # what a child made and its parent hands on lives outside the parent
         if outermost:
             rec.exits = True
         if call not in rec.makers:
             _remember(rec.makers, call)
-        return rec.bad
 
     # --- gradients --------------------------------------------------------------------------------
 
