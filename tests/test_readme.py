@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ BLOCK = re.compile(r"<!-- (?P<how>setup|run|run: \w+) -->\n```python\n(?P<code>.
 PAGE = re.compile(r"(?<=<!-- PAGE -->\n```text\n).*?(?=```\n)", re.DOTALL)
 MAP = re.compile(r"(?<=<!-- FILE-MAP -->\n).*?(?=<!-- /FILE-MAP -->)", re.DOTALL)
 ROW = re.compile(r"^\| `([\w/]+\.py)` \| (.+) \|$", re.MULTILINE)
+INSTALLED = any(entry.value == "nanhunt.pytest_plugin" for entry in entry_points(group="pytest11"))
 HOME = "/home/you"  # stands in the README's page for the folder that the program ran in
 
 BLOCKS = [(block["how"], block["code"]) for block in BLOCK.finditer(README)]
@@ -44,11 +46,10 @@ def program(
     (folder / name).write_text(code, encoding="utf-8")
     known = {key: value for key, value in os.environ.items() if key not in ("NANHUNT", "FORCE_COLOR")}
     path = os.pathsep.join(part for part in (str(ROOT), known.get("PYTHONPATH")) if part)
-    command = [
-        sys.executable,
-        *(["-m", "pytest", "-q", "-p", "no:cacheprovider"] if pytest else []),
-        str(folder / name),
-    ]
+    # A stored range file is what a recipe of `check_ranges` begins with; a plugin that is installed loads itself.
+    plugin = [] if INSTALLED else ["-p", "nanhunt.pytest_plugin"]
+    testing = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *plugin, "--nanhunt-update"]
+    command = [sys.executable, *(testing if pytest else []), str(folder / name)]
     return subprocess.run(
         command,
         cwd=folder,

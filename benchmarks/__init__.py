@@ -1,0 +1,1 @@
+"""What watching costs: the measurements behind the tables of the README, one noun a file."""

@@ -1,0 +1,127 @@
+"""The targets, with what was predicted and what was tried: the measured figures come from the results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+Results = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """One line of the table. `limit` is what the figure may be at most; `measured` and `floor` read the results.
+
+    `predicted` was written down before the measurement, `tried` after it.
+    """
+
+    what: str
+    limit: float
+    measured: Callable[[Results], float | None]
+    floor: Callable[[Results], float | None] = lambda results: None
+    unit: str = "x"
+    predicted: str = ""
+    tried: str = ""
+
+
+def _ratio(model: str, tool: str) -> Callable[[Results], float | None]:
+    def read(results: Results) -> float | None:
+        for row in results.get("overhead", ()):
+            if (row["model"], row["mode"], row["tool"]) == (model, "train", tool) and row["ratio"]:
+                return float(row["ratio"]["median"])
+        return None
+
+    return read
+
+
+def _whole(what: str, model: str, limit: float, *, predicted: str = "", tried: str = "") -> Target:
+    return Target(
+        what=f"{what}, training step",
+        limit=limit,
+        measured=_ratio(model, "nanhunt, auto"),
+        floor=_ratio(model, "floor: one aminmax"),
+        predicted=predicted,
+        tried=tried,
+    )
+
+
+def _forward(what: str, model: str, limit: float, *, predicted: str = "", tried: str = "") -> Target:
+    return Target(
+        what=f"{what}, forward only",
+        limit=limit,
+        measured=_ratio(model, "nanhunt, forward only"),
+        predicted=predicted,
+        tried=tried,
+    )
+
+
+def _links(results: Results) -> Any:
+    found = results.get("permodule", {}).get("modules", ())
+    return found[0] if found else None
+
+
+def _over_floor(results: Results) -> float | None:
+    links = _links(results)
+    return None if links is None else float(links["over_floor"]["nanhunt, auto"])
+
+
+def _attach(results: Results) -> float | None:
+    found = results.get("permodule", {}).get("attaching")
+    return None if found is None else float(found["attach"])
+
+
+def _compiled(results: Results) -> float | None:
+    found = results.get("compiled", {})
+    return float(found["ratio"]["median"]) if "ratio" in found else None
+
+
+def _compiled_graphs(results: Results) -> float | None:
+    found = results.get("compiled", {})
+    return float(found["after_more_watches"]["graphs"] - found["bare"]["graphs"]) if "ratio" in found else None
+
+
+def _unequal(results: Results) -> float | None:
+    found = results.get("compiled", {})
+    return float(not found["equal"]) if "equal" in found else None
+
+
+def _kept(results: Results) -> float | None:
+    found = [row["tensor_bytes_per_step"] for row in results.get("counts", ()) if "auto" in row["way"]]
+    return float(max(found)) if found else None
+
+
+def _gpu(*path: str) -> Callable[[Results], float | None]:
+    def read(results: Results) -> float | None:
+        found: Any = results.get("gpu", {}).get("sections", {})
+        for key in path:
+            found = found.get(key) if isinstance(found, dict) else None
+        return float(found) if isinstance(found, (int, float)) else None
+
+    return read
+
+
+TARGETS = (
+    _whole("GPT 6x256", "gpt", 1.03),
+    _whole("ResNet-18", "resnet", 1.05),
+    _whole("Llama 6x256", "llama", 1.04),
+    _whole("tiny-op GPT-2", "tiny gpt2", 1.25),
+    _forward("GPT 6x256", "gpt", 1.02),
+    _forward("ResNet-18", "resnet", 1.03),
+    _forward("Llama 6x256", "llama", 1.02),
+    _forward("tiny-op GPT-2", "tiny gpt2", 1.10),
+    Target(what="a module of tiny ops, over its floor", limit=1.25, measured=_over_floor, floor=lambda results: 1.0),
+    Target(what="attaching, for one module", limit=20, unit="us", measured=_attach),
+    Target(what="compiled, training step", limit=1.03, measured=_compiled),
+    Target(what="compiled, further graphs", limit=0, unit="", measured=_compiled_graphs),
+    Target(what="compiled, results that differ (0 or 1)", limit=0, unit="", measured=_unequal),
+    Target(what="activations kept after a step", limit=0, unit="bytes", measured=_kept),
+    Target(what="GPU, GPT-2 bfloat16, eager", limit=1.03, measured=_gpu("gpt2", "eager", "nanhunt, auto", "median")),
+    Target(what="GPU, GPT-2 bfloat16, compiled", limit=1.02, measured=_gpu("gpt2", "compiled", "ratio", "median")),
+    Target(
+        what="GPU, ResNet-50 float16, eager", limit=1.03, measured=_gpu("resnet", "eager", "nanhunt, auto", "median")
+    ),
+    Target(what="GPU, ResNet-50 float16, compiled", limit=1.02, measured=_gpu("resnet", "compiled", "ratio", "median")),
+    Target(what="GPU, further kernels for one look", limit=1, unit="", measured=_gpu("kernels", "per_look")),
+    Target(what="GPU, host reads outside the drain", limit=0, unit="", measured=_gpu("sync", "outside_the_drain")),
+)
