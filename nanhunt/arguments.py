@@ -98,7 +98,8 @@ def parser() -> argparse.ArgumentParser:
         "--compiled",
         choices=("leave", "eager"),
         default="leave",
-        help="models under torch.compile: leave (default) them compiled and unwatched, or run them eagerly",
+        help="models under torch.compile: leave (default) them compiled, with the checks inside the graph where that "
+        "can be done, or run them eagerly",
     )
     hit = made.add_argument_group("what to do about a fault")
     hit.add_argument(

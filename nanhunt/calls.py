@@ -105,7 +105,7 @@ class Calls:
         entry = self.entries.get(id(module))
         return self.newcomer(module) if entry is None and running else entry
 
-    def begin(self, entry: Entry, running: Running, again: bool) -> Call:
+    def begin(self, entry: Entry, running: Running, again: bool, *, traced: bool = False) -> Call:
         parent = running[-1] if running else None
         path = entry.path
         if again and parent is None and path in self.last:  # it stands where it stood the first time
@@ -118,10 +118,12 @@ class Calls:
             call.again = True
         else:
             nth = 1 if before is None else before.nth + 1
+            if before is not None and before is parent and before.module_id != entry.key:
+                nth = before.nth  # what a wrapper (DDP, torch.compile's) that bears its name has called
             call = self.last[path] = Call(path, entry.type_name, nth, parent, entry.key)
         if entry.builtin:
             call.builtin, call.steady = True, entry.steady
-        if self._sites:
+        if self._sites and not traced:  # the line of a call inside a compiled graph was written down with it
             call.site = sites.caller()
         if not running:
             self.threads.add(threading.get_ident())

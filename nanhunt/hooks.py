@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import optimizer as _optimizer
 from torch.utils.hooks import RemovableHandle
 
-from . import frames
+from . import compiled, dynamo, frames, traces
 
 _HOOK_DICTS = hasattr(torch._C._FunctionBase, "_register_hook_dict")
 keys = itertools.count(-1, -1)  # for hooks on tensors: torch numbers its handles from 0 up
@@ -46,20 +46,14 @@ class Listener(Protocol):
 
 
 class ModuleCalls:
-    """The two hooks that see every module call of the process. `remove` takes them off; it can be called twice.
-
-    Dynamo traces what they call into the user's graph: its first line must be a look whether that is going on.
-    """
+    """One listener among those that see every module call of the process. `remove` can be called twice."""
 
     def __init__(self, listener: CallListener) -> None:
-        self._before = _nn_module.register_module_forward_pre_hook(listener.on_pre)
-        self._after = _nn_module.register_module_forward_hook(listener.on_post, with_kwargs=True, always_call=True)
+        self._told = dynamo.without_compiler(listener.on_pre), dynamo.without_compiler(listener.on_post)
+        _open_gate(self._told)
 
     def remove(self) -> None:
-        self._before.remove()
-        self._after.remove()
-        # torch forgets this entry when such a hook is removed (2.13).
-        getattr(_nn_module, "_global_forward_hooks_with_kwargs", {}).pop(self._after.id, None)
+        _leave_gate(self._told)
 
 
 class Attachment:
@@ -72,9 +66,12 @@ class Attachment:
         self.calls = ModuleCalls(calls)
 
         def step(after: bool, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
             if frames.steps_of(optimizer) < 2:  # the outermost
-                listener.on_optimizer(optimizer, after)
+                _tell(listener.on_optimizer, optimizer, after)
 
+        dynamo.run_plainly(step)
         pre, post = _optimizer.register_optimizer_step_pre_hook, _optimizer.register_optimizer_step_post_hook
         self._handles.append(pre(functools.partial(step, False)))
         self._handles.append(post(functools.partial(step, True)))
@@ -140,9 +137,83 @@ class Attachment:
         self._params.clear()
 
 
+# --- the global module hooks --------------------------------------------------------------------
+
+# One pair for all: compiled code is valid for the hooks it was traced with, and would be compiled anew for each watch
+# that brings its own. Once it was traced into code that lives, the pair stays, with `traces.live` off.
+
+_Told = tuple[Callable[..., None], Callable[..., None]]
+_lock = threading.RLock()
+_gate: list[RemovableHandle] = []
+_told: tuple[_Told, ...] = ()
+_befores: tuple[Callable[..., None], ...] = ()
+_afters: tuple[Callable[..., None], ...] = ()
+
+
+def _pre(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+    if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():  # else torch.export, which runs this
+            compiled.enter(module, args)
+        return
+    for before in _befores:
+        before(module, args)
+    if not _befores:  # the compiled code may have gone that kept the hooks here
+        _close_gate()
+
+
+# On an exception torch calls it without kwargs, as hook(module, args, None).
+def _post(module: torch.nn.Module, args: Any, kwargs: Any, out: Any = RAISED) -> None:
+    if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling() and out is not RAISED:
+            compiled.leave(module, args, kwargs, out)
+        return
+    for after in _afters:
+        after(module, args, kwargs, out)
+
+
+@dynamo.without_compiler
+def _tell(event: Callable[..., None], *args: Any) -> None:
+    if not torch.compiler.is_compiling():
+        event(*args)
+
+
+for _function in (_pre, _post, _tell):
+    dynamo.run_plainly(_function)
+
+
+def _open_gate(told: _Told) -> None:
+    global _told, _befores, _afters
+    with _lock:
+        _told = (*_told, told)
+        _befores, _afters = tuple(one[0] for one in _told), tuple(one[1] for one in _told)
+        if not _gate:
+            _gate.append(_nn_module.register_module_forward_pre_hook(_pre))
+            _gate.append(_nn_module.register_module_forward_hook(_post, with_kwargs=True, always_call=True))
+
+
+def _leave_gate(told: _Told) -> None:
+    global _told, _befores, _afters
+    with _lock:
+        _told = tuple(one for one in _told if one is not told)
+        _befores, _afters = tuple(one[0] for one in _told), tuple(one[1] for one in _told)
+        _close_gate()
+
+
+@dynamo.without_compiler
+def _close_gate() -> None:
+    with _lock:
+        if _told or traces.standing():
+            return
+        for handle in _gate:
+            handle.remove()
+            # torch forgets this entry when such a hook is removed (2.13).
+            getattr(_nn_module, "_global_forward_hooks_with_kwargs", {}).pop(handle.id, None)
+        _gate.clear()
+        traces.forget()
+
+
 # --- what torch has no hook for -----------------------------------------------------------------
 
-_lock = threading.RLock()
 _listeners: tuple[Listener, ...] = ()
 _originals: list[tuple[Any, str, Any]] = []
 _limit = 0
@@ -191,13 +262,13 @@ def _replace(place: Any, name: str, make: Callable[[Any], Any]) -> None:
 def _watched_backward(run: Any) -> Any:
     @functools.wraps(run)
     def watched(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or dynamo.symbolic(t_outputs):
             return run(t_outputs, *args, **kwargs)
         # (outputs, grad_outputs, keep_graph, create_graph, inputs, ...): as torch.autograd calls the engine
         create_graph = len(args) > 2 and args[2] is True
         listeners = _listeners
         for listener in listeners:
-            listener.on_backward_begin(t_outputs, create_graph)
+            _tell(listener.on_backward_begin, t_outputs, create_graph)
         given = args[3] if len(args) > 3 and isinstance(args[3], tuple) else ()
         ok = False
         grads = None
@@ -208,9 +279,9 @@ def _watched_backward(run: Any) -> Any:
         finally:
             # Newest first: when several see the same fault, the inner watch is the one that raises.
             for listener in reversed(listeners):
-                listener.on_backward_end(given, grads, ok)
+                _tell(listener.on_backward_end, given, grads, ok)
 
-    return watched
+    return dynamo.run_plainly(watched, inside=False)
 
 
 def _watched_scaler(name: str, method: Any) -> Any:
@@ -219,10 +290,10 @@ def _watched_scaler(name: str, method: Any) -> Any:
         listeners = _listeners
         given = args[0] if args else None
         for listener in listeners:
-            listener.on_scaler(self, name + ":before", given, None)
+            _tell(listener.on_scaler, self, name + ":before", given, None)
         out = method(self, *args, **kwargs)
         for listener in reversed(listeners):
-            listener.on_scaler(self, name, given, out)
+            _tell(listener.on_scaler, self, name, given, out)
         return out
 
     return watched

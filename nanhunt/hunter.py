@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from . import ranks
+from .compiled import dead, has_compiled
 from .errors import NonFiniteError, UsageError, enabled
 from .finding import Finding
 from .leaves import leaves
-from .options import is_compiled, trained_with
+from .options import trained_with
 from .replay import Snapshot
 from .watcher import outer_watches
 from .watching import watch
@@ -89,7 +90,8 @@ class _Hunt:
     ) -> None:
         self._step, self._model, self._optimizer, self._scaler = step, model, optimizer, scaler
         self._together = ranks.together()
-        self._compiled = any(is_compiled(module) for module in model.modules())
+        self._compiled = has_compiled(model)
+        self._eager = False  # in its first run too
         self._snapshot = Snapshot(model, optimizer, scaler, restore, args=step.args, kwargs=step.keywords)
 
     def run(self) -> Finding | None:
@@ -148,7 +150,8 @@ class _Hunt:
         """Run the step under a watch. It may die of what it has made: a finding is then worth more than the error."""
         run = _Run()
         with outer_watches(looking=detail != "op"):
-            compiled = "eager" if self._compiled else "error"
+            self._eager = self._eager or dead(self._model) is not None
+            compiled = "eager" if self._eager else "error"
             watched = watch(self._model, self._optimizer, self._scaler, on_hit=on_hit, detail=detail, compiled=compiled)
             try:
                 with watched:
@@ -177,8 +180,12 @@ class _Hunt:
         context = {**finding.context, **{key: fact for key, fact in facts.items() if fact is not None}}
         if run.died is not None:
             context["exception"] = run.died
-        if self._compiled:
-            context["compiled"] = "the model was run eagerly: hooks inside a compiled graph are dead"
+        if self._compiled and self._eager:
+            context["compiled"] = (
+                "the model was run eagerly: it was compiled before the hunt, and no check can be added to compiled code"
+            )
+        elif self._compiled and "reproduced" in facts:
+            context["compiled"] = "found inside the compiled graph; the second run, which explains it, ran eagerly"
         if self._snapshot.notes:
             context["not_restored"] = self._snapshot.notes
         why = finding.why or ""
@@ -186,6 +193,8 @@ class _Hunt:
             because = (
                 "it had another batch" if facts.get("data") else "it is not deterministic, or has a state of its own"
             )
+            if self._compiled and not self._eager and not facts.get("data"):
+                because = "it ran eagerly, and compiled code may round otherwise"
             why = f"{why} Not reproduced: run a second time, the step did not fail ({because}).".strip()
         step = finding.step
         if step is not None:  # what is read after the optimizer step still belongs to it

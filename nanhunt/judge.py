@@ -13,7 +13,7 @@ from . import internals, literals, probe
 from .naming import Names
 from .scaling import Scaling
 from .state import State
-from .verdict import Call, Origin, Rec, blame, settle
+from .verdict import KINDS, Call, Origin, Rec, blame, settle
 
 if TYPE_CHECKING:
     from .observer import Observer
@@ -54,6 +54,7 @@ class Judge:
         self._first: Origin | None = None  # of the backward that runs
         self.touched: set[int] = set()  # parameters whose gradient was looked at in this backward
         self.bad_grads: set[int] = set()
+        self._compiled: list[tuple[Call, str, int, Rec, Any]] = []  # bad gradients that a compiled backward gave back
         self._broken: list[Origin] = []  # what had reached the calls that an exception has ended
         self._depth = 0
         self._loss_inside = False  # the backward that runs begins at an output of the model
@@ -190,9 +191,11 @@ class Judge:
         self._twice = self._twice or create_graph
         if self._depth > 1 or internals.graph_task() != -1:
             return
+        self.observer.regions.collect()
         if not self.observer.calls.ran:
             return  # another model's
         self._first = None
+        self._compiled.clear()
         self.touched.clear()
         self.stepped_back = True
         if not self.observer.on:
@@ -225,6 +228,7 @@ class Judge:
         if not reading.bad:
             return
         self.alert = True
+        self._settle_compiled()
         if self._first is None:
             kinds = self.kinds(reading, grad)
             self._first = self._in_backward(
@@ -242,12 +246,45 @@ class Judge:
             if key in self.bad_grads:  # still bad from an earlier backward of this step
                 return
             call = self.user_of(key, name)
+            if call is not None and call.traced:
+                self._compiled.append((call, name, key, reading, grad))
+                return
             kinds = self.kinds(reading, grad)
             if self._twice and "nan" in kinds and call is not None and call.steady:
                 call = None  # of a linear map only the derivative of its own gradient can be undefined
             self._first = self._in_backward(call, None, kinds, reading, grad, f"grad of {name}")
         self.bad_grads.add(key)
         self._harmful(self._first, grad)
+
+    def _settle_compiled(self) -> None:
+        """Judge the gradients of parameters inside compiled graphs, which come all at once when a graph has run.
+
+        Of the calls with a bad one, the call that ran last in forward is the first in backward.
+        """
+        found, self._compiled = sorted(self._compiled, key=lambda one: -one[0].traced), []
+        for call, name, key, reading, grad in found:
+            if self._first is None:
+                same = [self.kinds(other[3], other[4]) for other in found if other[0] is call]
+                kinds = tuple(kind for kind in KINDS if any(kind in one for one in same))
+                culprit = self._fed_by(call, kinds)
+                self._first = self._in_backward(culprit, None, kinds, reading, grad, f"grad of {name}")
+            self.bad_grads.add(key)
+            self._harmful(self._first, grad)
+
+    def _fed_by(self, call: Call, kinds: tuple[str, ...]) -> Call | None:
+        """The call whose backward made what the parameters of `call` show.
+
+        A linear map makes no NaN of finite gradients: then the calls that took its output come first in backward.
+        """
+        culprit: Call | None = call
+        passed: list[Call] = []
+        while culprit is not None and culprit.steady and "nan" in kinds and culprit not in passed:
+            passed.append(culprit)
+            gave = self.observer.regions.gave.get(culprit)
+            if not gave:
+                return call
+            culprit = blame(gave[0], kinds, self._suspect, loss_inside=self._loss_inside)
+        return call if culprit in passed else culprit
 
     def user_of(self, key: int, name: str) -> Call | None:
         """The call that used a parameter: it was handed it, or owns it, or holds the module that owns it."""
@@ -306,6 +343,7 @@ class Judge:
                 if isinstance(grad, torch.Tensor) and not isinstance(grad, nn.Parameter):
                     self.result(given[i] if i < len(given) else None, grad)
         self.observer.drain()
+        self._settle_compiled()
 
     def result(self, of: Any, grad: torch.Tensor) -> None:
         """A gradient that passed no hook: what torch.autograd.grad gives, or a `.grad` nobody saw being written."""
@@ -322,6 +360,9 @@ class Judge:
         if self._first is None:
             name = f"grad of {owners[0][0]}" if owners else "grad_input"
             call = self.user_of(key, owners[0][0]) if owners else None
+            if call is not None and call.traced:
+                self._compiled.append((call, owners[0][0], key, reading, grad))
+                return
             self._first = self._in_backward(call, None, self.kinds(reading, grad), reading, grad, name)
         self._harmful(self._first, grad)
 

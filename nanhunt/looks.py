@@ -193,11 +193,15 @@ class Looks:
         if numbers.is_cuda and torch.cuda.is_current_stream_capturing():
             self._captured()
             return False
-        if self._defer or not (numbers.is_cpu or self._at_once):
+        if self.waits(numbers):
             self.slots.put(numbers, rec)
             return True
         rec.measured(*limits(numbers))
         return False
+
+    def waits(self, numbers: torch.Tensor) -> bool:
+        """True when a range is not read at once, but later with the others."""
+        return self._defer or not (numbers.is_cpu or self._at_once)
 
     def _captured(self) -> None:
         """What a CUDA graph replays runs no hook, and while it is recorded nothing may be read."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from . import frames, hooks, internals, probe
+from . import dynamo, frames, hooks, internals, probe, traces
 from .arrivals import Arrivals
 from .calls import Calls
 from .errors import NonFiniteError
@@ -19,6 +19,7 @@ from .internals import batched, dispatch_modes, function_modes, graph_task, trac
 from .looks import Looks
 from .naming import Names
 from .numerics import headroom_bits
+from .regions import Regions
 from .verdict import Call, Rec
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class Observer(Looks):
         self.aside = False  # a hunt inside runs its step once more: that is not the program's
         self.own_modes = 0  # dispatch modes that are ours
         self.arrivals = Arrivals(self)
+        self.regions = Regions(self)
         self._failed = failed
 
     def attach(self, attachment: hooks.Attachment) -> None:
@@ -70,8 +72,6 @@ class Observer(Looks):
     # --- what torch calls -------------------------------------------------------------------------
 
     def on_pre(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if torch.compiler.is_compiling():
-            return
         if (
             dispatch_modes() > self.own_modes
             or function_modes()
@@ -94,8 +94,6 @@ class Observer(Looks):
 
     # On an exception torch calls it without kwargs, as on_post(module, args, None).
     def on_post(self, module: nn.Module, args: Any, kwargs: Any, out: Any = hooks.RAISED) -> None:
-        if torch.compiler.is_compiling():
-            return
         if (
             dispatch_modes() > self.own_modes
             or function_modes()
@@ -166,6 +164,8 @@ class Observer(Looks):
             entry = calls.newcomer(module) if running else None
             if entry is None:
                 return
+        if traces.traces:
+            self.regions.collect()
         again = task != -1
         outermost = not running and not again  # a checkpoint's recomputation was judged the first time
         if outermost:
@@ -227,6 +227,8 @@ class Observer(Looks):
         running = thread.running
         if not running:
             return
+        if traces.traces:
+            self.regions.collect()
         again = task != -1
         call: Call | None = running[-1]
         if len(running) > 1 and running[-1].module_id == id(module):
@@ -316,6 +318,7 @@ class Observer(Looks):
         self.on = False
         self.calls.interrupted()
         self.arrivals.forget()
+        self.regions.close()
         self.names.forget()
 
     # --- telling ----------------------------------------------------------------------------------
@@ -341,6 +344,8 @@ class Observer(Looks):
 
     def drain(self) -> None:
         """Read the device, if anything waits there, and judge what was read."""
+        if traces.traces:
+            self.regions.collect()
         if (self.slots.waiting or self.slots.events) and not (
             torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         ):
@@ -363,8 +368,13 @@ class Observer(Looks):
     def new_step(self) -> None:
         super().new_step()
         self.calls.new_step()
+        self.regions.forget()
         self.param_takers.clear()
         self.arrivals.new_step()
+
+
+# The backward of a step that is compiled as a whole runs where dynamo would compile the hooks too.
+dynamo.run_plainly(Observer.on_gradient)
 
 
 def _remember(calls: list[Call], call: Call) -> None:

@@ -20,7 +20,7 @@ OnHit = str | Callable[[Finding], object]
 _ON_HIT = ("raise", "warn", "record")
 _STOP = ("confirmed", "first")
 _DETAIL = ("auto", "module", "op")
-_COMPILED = ("error", "eager")
+_COMPILED = ("error", "eager", "retrace")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,21 +109,6 @@ def trained_with(optimizer: Any, scaler: Any) -> None:
         raise UsageError(f"optimizer is a {type(optimizer).__name__}: pass a torch.optim.Optimizer, or leave it out")
     if scaler is not None and not hasattr(scaler, "get_scale"):
         raise UsageError(f"scaler is a {type(scaler).__name__}: pass a torch.amp.GradScaler, or leave it out")
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """True for what torch.compile gave, and for a module that `compile()` was called on."""
-    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
-
-
-def refuse_compiled(model: nn.Module) -> None:
-    for path, module in model.named_modules():
-        if is_compiled(module):
-            name = path.replace("_orig_mod", "").strip(".") or "the model"
-            raise UsageError(
-                f"{name} ({type(module).__name__}) is compiled, and hooks inside a compiled graph are dead: use "
-                'nanhunt.watch(model, compiled="eager") to run it eagerly while it is watched'
-            )
 
 
 def _words(name: str, value: Any) -> tuple[str, ...]:

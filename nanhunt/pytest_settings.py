@@ -17,7 +17,7 @@ _LEGAL = {
     "on_hit": ("raise", "record", "warn"),
     "detail": ("auto", "module", "op"),
     "stop": ("confirmed", "first"),
-    "compiled": ("error", "eager"),
+    "compiled": ("error", "eager", "retrace"),
 }
 _FLAGS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 _OF_WATCH = ("detail", "stop", "kinds", "allow", "compiled")
@@ -144,7 +144,8 @@ SETTINGS: dict[str, Setting] = {
     "compiled": Setting(
         read=_word("compiled"),
         metavar="HOW",
-        help="error: compiled models are not watched, and it is said; eager: run them eagerly in the tests",
+        help="of compiled models that ran before: error: they are not watched, and it is said; eager: run them eagerly "
+        "in the tests; retrace: compile them once more with the checks",
     ),
     "on_hit": Setting(
         read=_word("on_hit"),

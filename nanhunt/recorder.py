@@ -43,12 +43,26 @@ class _Block:
         return self.pinned[: self.used].copy_(self.numbers[: self.used], non_blocking=True)
 
 
+class _Given:
+    """Tensors that somebody else has reduced, each to its number of largest magnitude; they are read once."""
+
+    __slots__ = ("numbers", "pinned", "used")
+
+    def __init__(self, largest: torch.Tensor) -> None:
+        self.numbers, self.pinned, self.used = largest, None, largest.numel()
+
+    def send(self) -> torch.Tensor:
+        """Both ends of each range are the one number that is known."""
+        return self.numbers.unsqueeze(1).expand(-1, 2)
+
+
 class Slots:
     """Ranges that wait on their device, and the events that wait for them."""
 
     def __init__(self) -> None:
         self._blocks: dict[tuple[torch.device, torch.dtype], list[_Block]] = {}
-        self.waiting: list[tuple[Rec, _Block, int]] = []
+        self._given: list[_Given] = []
+        self.waiting: list[tuple[Rec, _Block | _Given, int]] = []
         self.events: list[_Event] = []
         self.reads = 0  # host reads so far
         self._lock = threading.RLock()
@@ -69,6 +83,13 @@ class Slots:
             torch.aminmax(probe.in_order(numbers.detach()), out=block.pairs[i])
             self.waiting.append((rec, block, i))
 
+    def given(self, largest: torch.Tensor, recs: list[Rec]) -> None:
+        """Numbers that were reduced elsewhere, one for each record; they are read with the others."""
+        with self._lock:
+            given = _Given(largest)
+            self._given.append(given)
+            self.waiting += [(rec, given, i) for i, rec in enumerate(recs)]
+
     def drain(self, alert: bool) -> None:
         """Read every slot in use and give the records their ranges, then run the waiting events in order.
 
@@ -81,7 +102,9 @@ class Slots:
                 event(*args, None, None)
 
     def _read(self) -> tuple[bool, list[_Event]]:
-        used = [block for blocks in self._blocks.values() for block in blocks if block.used]
+        used: list[_Block | _Given] = [block for blocks in self._blocks.values() for block in blocks if block.used]
+        used += self._given
+        self._given = []
         sent = [(block, block.send()) for block in used]
         for device in {block.numbers.device for block in used if block.pinned is not None}:
             torch.cuda.current_stream(device).synchronize()
@@ -106,6 +129,8 @@ class Slots:
         """Drop what waits without reading it."""
         self.waiting.clear()
         self.events.clear()
+        self._given.clear()
+        self._given.clear()
         for blocks in self._blocks.values():
             for block in blocks:
                 block.used = 0

@@ -19,11 +19,12 @@ from torch import nn
 
 from . import frames, hooks, internals, watcher
 from .away import Away
+from .compiled import has_compiled
 from .errors import UsageError, enabled
 from .finding import Finding
 from .hits import KEPT
 from .naming import type_name
-from .options import checked, is_compiled
+from .options import checked
 from .watcher import Watch
 from .watching import watch
 
@@ -32,7 +33,8 @@ _BRIEF, _TIRED = 10, 16  # calls of a short life; short lives of one class after
 _TOLD = 20  # classes that are named as not watched
 _PATIENCE = 4096  # new models between two searches for dead ones, at most
 _COMPILED = (
-    'hooks inside a compiled graph are dead: ask for compiled="eager" to have it run eagerly while it is watched'
+    "it calls models where no hook sees it: what runs there is not looked at; ask for "
+    'compiled="eager" to have it run eagerly while it is watched'
 )
 _HOOKS_UNDER_COMPILE = r"Using `torch\.compile\(module\)` when there are global hooks"
 
@@ -99,7 +101,7 @@ class Roots:
         self._handle: Any = None
         self._filter: Any = None
         self._compilations = 0
-        self._eager = self._stopped = False
+        self._eager = self._traced = self._stopped = False
 
     # --- life -------------------------------------------------------------------------------------
 
@@ -231,9 +233,6 @@ class Roots:
         if len(self.watches) - len(contained) >= LIMIT:
             self._refuse(module, name, f"{LIMIT} models are watched at a time, and there were more")
             return None
-        if self._options["compiled"] == "error" and any(map(is_compiled, parts.values())):
-            self._refuse(module, name, f"it is compiled, and {_COMPILED}")
-            return None
         try:
             one = watch(module, **self._options)
         except Exception as failure:  # whatever is odd about this model: the program must go on
@@ -247,6 +246,7 @@ class Roots:
         setattr(one._hits, "keep", functools.partial(self._keep, name, one._hits.keep))  # noqa: B010  (a method, for mypy)
         self.watches.append(one)
         self._names[one] = name
+        self._traced = self._traced or has_compiled(module)
         self._learn(module, one)
         return one
 
@@ -323,12 +323,9 @@ class Roots:
             self._lock.release()
 
     def _note_compiled(self) -> None:
-        """A compiled function passes no hook: that it ran is all that can be known of it."""
-        if _compilations() > self._compilations and self._options["compiled"] == "error" and not self._compiled():
+        """A compiled function, or `Module.compile`, passes no hook: that it ran is all that can be known of it."""
+        if _compilations() > self._compilations and self._options["compiled"] == "error" and not self._traced:
             self._unwatched["code under torch.compile"] = _COMPILED
-
-    def _compiled(self) -> bool:
-        return any(_COMPILED in why for why in self._unwatched.values())
 
 
 def _compilations() -> int:

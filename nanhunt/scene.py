@@ -32,6 +32,7 @@ class Scene:
         self.observer, self.judge = observer, judge
         self.detail, self.rank = detail, rank
         self.step = 0
+        self.eager = False  # a compiled model is run eagerly because of this watch
         self.optimizer: Any = None
         self.loss: float | None = None
         self._batch: list[tuple[str, str, torch.Tensor]] = []
@@ -278,7 +279,7 @@ class Scene:
         if scale is None and scaler is not None:
             scale = float(scaler.get_scale())
         device = next((str(p.device) for p in self.observer.names.model.parameters()), "cpu")
-        return {
+        context: dict[str, Any] = {
             "autocast": origin.facts.get("autocast"),
             "loss_scale": scale,
             "lr": rates[0] if len(set(rates)) == 1 else rates or None,
@@ -286,9 +287,20 @@ class Scene:
             "batch_hash": origin.facts.get("hash"),
             "torch": torch.__version__,
             "device": device,
-            "detail": self.detail,
+            "detail": "module" if origin.call is not None and origin.call.traced else self.detail,
             "not_seen": sorted(self.observer.blind) or None,
         }
+        if origin.call is not None and self.observer.regions.hidden(origin.call):
+            what = f"the modules inside {origin.call.path or 'the model'}: its code was compiled before the watch began"
+            context["not_seen"] = [*(context["not_seen"] or ()), what]
+        if self.eager:
+            context["compiled"] = "the compiled model was run eagerly while it was watched"
+        elif self.observer.regions.played:
+            context["compiled"] = (
+                "checked inside the compiled graph, module by module: nanhunt.hunt, or detail='op', runs the model "
+                "eagerly and names the op"
+            )
+        return context
 
     def _grad_norm(self) -> float | None:
         """The norm over the parameters that have a gradient by now, as it stands (scaled, if it is scaled)."""

@@ -42,6 +42,7 @@ class Call:
     builtin = False  # a module of torch.nn
     looked = True  # False for a module that was left out by the user
     steady = False  # a module whose derivative can only overflow, never be undefined
+    traced = 0  # of a call inside a compiled graph: the how-manieth it was; 0: Python has run it
 
     def __init__(self, path: str, type_name: str, nth: int, parent: Call | None, module_id: int) -> None:
         self.path, self.type_name, self.nth = path, type_name, nth

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from . import hooks, internals
+from .compiled import has_compiled
 from .errors import NonFiniteError, NonFiniteWarning, UsageError
 from .finding import Finding
 from .hits import KEPT, Hits
@@ -51,7 +52,7 @@ class Watch:
         self._optimizer = options.optimizer
         self._closed = False
         self._stance: Any = None
-        if options.compiled == "eager":
+        if options.compiled == "eager" or options.detail == "op":
             internals.eager.hold()
             self._stance = internals.eager
         names = Names(model, options.looked_at(model))
@@ -72,6 +73,7 @@ class Watch:
             failed=self._failed,
         )
         self._scene = Scene(self._observer, self._judge, detail=options.detail, rank=_rank())
+        self._scene.eager = self._stance is not None and has_compiled(model)
         self._scene.optimizer = self._optimizer
         self._judge.has_optimizer = self._optimizer is not None
         self._judge.observer, self._judge.scene = self._observer, self._scene
@@ -130,6 +132,8 @@ class Watch:
         self._attachment = hooks.Attachment(self, self._observer)
         self._observer.attach(self._attachment)
         _active.append(self)
+        if self._stance is None:
+            self._observer.regions.view.open()
         self._select()
         if self._ops is not None:
             self._ops.enter()
@@ -183,9 +187,9 @@ class Watch:
             self._stance.drop()
         if self._unseen():
             warnings.warn(
-                "nanhunt saw a backward or an optimizer step, but no call of the model it watches: is the step "
-                "compiled as a whole, or another model trained? For a compiled step use "
-                'nanhunt.watch(model, compiled="eager").',
+                "nanhunt saw a backward or an optimizer step, but no call of the model it watches: was the step "
+                "compiled before the watch began, or another model trained? For a compiled step use "
+                'nanhunt.watch(model, compiled="retrace"), or compiled="eager" to run it eagerly.',
                 NonFiniteWarning,
                 stacklevel=2,
             )
@@ -326,6 +330,7 @@ class Watch:
             self._hook_parameters()
             self._judge.fresh = True
         self._observer.on = on
+        self._observer.regions.view.look(on)
 
     # --- hits ---------------------------------------------------------------------------------------
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from .compiled import refuse_dead, retrace
 from .errors import UsageError, enabled
 from .hits import Hits
-from .options import OnHit, Options, checked, refuse_compiled
+from .options import OnHit, Options, checked
 from .verdict import KINDS
 from .watcher import Watch
 
@@ -83,12 +84,15 @@ def watch(
             is inside it; what the rest makes is then seen where it reaches a module that is looked at.
         backward: False to look at forward and the loss alone: no gradients, no updates. Cheaper; a weight that an
             update has spoiled is found in the next forward.
-        compiled: what to do with a model that `torch.compile` has been given: `"error"`, or `"eager"`
-            to run it eagerly while it is watched.
+        compiled: of a model that `torch.compile` has been given, what is compiled while it is watched has its
+            checks inside the graph, down to single modules. What to do with a part that was compiled and run before,
+            where they cannot be added: `"error"`; `"retrace"` to throw away all compiled code of the process and
+            pay for one more compilation; `"eager"` to run the model eagerly while it is watched. `detail="op"`
+            always runs it eagerly.
 
     Raises:
-        UsageError: for something that is not a module, an option that does not exist, a compiled model
-            whose hooks would be dead, or a bad value of NANHUNT.
+        UsageError: for something that is not a module, an option that does not exist, a model that was compiled
+            and run before it was watched, or a bad value of NANHUNT.
         NonFiniteError: from inside the step, when a fault is found and `on_hit` is `"raise"`.
     """
     if not isinstance(model, nn.Module):
@@ -111,6 +115,8 @@ def watch(
     )
     if not enabled():
         return Nothing(model, options)
-    if compiled == "error":
-        refuse_compiled(model)
+    if compiled == "retrace":
+        retrace()
+    elif compiled == "error" and detail != "op":
+        refuse_dead(model)
     return Watch(model, options)

@@ -46,6 +46,10 @@ probe
 frames
 sites
 naming
+dynamo
+traces
+scripts
+compiled
 options
 hits
 literals
@@ -74,6 +78,7 @@ rerun
 scaling
 state
 judge
+regions
 observer
 scene
 watcher

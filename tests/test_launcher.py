@@ -403,15 +403,16 @@ def work(n):
     print("child", __name__, sys.argv, flush=True)
 
 if __name__ == "__main__":
-    compiled = torch.compile(nn.Linear(4, 2), backend="eager")
-    compiled(torch.full((2, 4), float("nan")))
+    model = nn.Linear(4, 2)
+    step = torch.compile(lambda x: model(x), backend="eager")
+    step(torch.full((2, 4), float("nan")))
     print("parent", flush=True)
     mp.spawn(work, nprocs=1)
 """
 
 
 def test_children_that_call_models_are_watched_and_what_is_not_watched_is_told(tmp_path: Path) -> None:
-    """A spawned child watches its own, and does not run the launcher again; a compiled model runs unwatched."""
+    """A spawned child watches its own, and does not run the launcher again; a compiled function runs unwatched."""
     (tmp_path / "many.py").write_text(CHILDREN)
     ran = run(["--on-hit", "record", "-o", "report", "many.py", "a"], tmp_path)
     assert ran.returncode == 0, ran.stderr
@@ -422,7 +423,7 @@ def test_children_that_call_models_are_watched_and_what_is_not_watched_is_told(t
     assert (first.phase, first.context["model"]) == ("input", "Linear")
     pid = names[0].removeprefix("finding.pid").removesuffix(".json")
     assert f"nanhunt [pid{pid}]: input already held a nan" in ran.stderr
-    assert "not watched: Linear: it is compiled" in ran.stderr and "ask for --compiled eager to have" in ran.stderr
+    assert "not watched: code under torch.compile" in ran.stderr and "ask for --compiled eager to have" in ran.stderr
 
 
 RANKS = """\

@@ -135,7 +135,7 @@ def test_what_is_no_module_is_refused(model: Any, got: str) -> None:
         ),
         ({"stop": "last"}, "stop='last' is not known: use one of 'confirmed', 'first'"),
         ({"detail": "ops"}, "detail='ops' is not known: use one of 'auto', 'module', 'op'"),
-        ({"compiled": "yes"}, "compiled='yes' is not known: use one of 'error', 'eager'"),
+        ({"compiled": "yes"}, "compiled='yes' is not known: use one of 'error', 'eager', 'retrace'"),
         ({"kinds": "inf"}, "kinds='inf' is not known: use one of 'nan', '+inf', '-inf'"),
         ({"kinds": ["nan", "NaN"]}, "kinds='NaN' is not known: use one of 'nan', '+inf', '-inf'"),
         ({"kinds": ()}, "kinds is empty: name at least one of nan, +inf, -inf"),
@@ -187,21 +187,21 @@ def test_a_removed_watch_can_not_be_entered_again() -> None:
     assert str(error.value) == "this watch was removed: make a new one with nanhunt.watch(model)"
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_compiled_model_is_refused_because_its_hooks_would_be_dead(whole: bool) -> None:
-    model: Any = chain()
-    if whole:
-        model = torch.compile(model, backend="eager")
-        who = "the model (OptimizedModule)"
-    else:
-        model.fc.compile(backend="eager")
-        who = "fc (Linear)"
+def test_a_model_that_was_compiled_and_run_before_is_refused_because_nothing_can_be_added_to_its_graph() -> None:
+    torch._dynamo.reset()
+    model: Any = torch.compile(chain(), backend="eager")
+    with nanhunt.watch(model):
+        pass
+    model(torch.ones(2, 4))
     with pytest.raises(nanhunt.UsageError) as error:
         nanhunt.watch(model)
     assert str(error.value) == (
-        f'{who} is compiled, and hooks inside a compiled graph are dead: use nanhunt.watch(model, compiled="eager") '
-        "to run it eagerly while it is watched"
+        "the model (OptimizedModule) was compiled and run before it was watched, and no check can be added to a "
+        "compiled graph: open the watch before the first compiled call, or use "
+        'nanhunt.watch(model, compiled="retrace") to have it compiled once more with the checks, or '
+        'nanhunt.watch(model, compiled="eager") to run it eagerly while it is watched'
     )
+    torch._dynamo.reset()
 
 
 def test_a_compiled_model_can_be_watched_eagerly_under_the_names_of_the_user() -> None:

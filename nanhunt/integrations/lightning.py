@@ -89,8 +89,8 @@ class NanHuntCallback(_Events):
         options: what else `nanhunt.watch` takes: `stop`, `kinds`, `allow`, `every`, `compiled`, `scaler`.
 
     Raises:
-        UsageError: for an option that does not exist, at once; for a compiled module without `compiled="eager"`,
-            when the training begins.
+        UsageError: for an option that does not exist, at once; for a compiled module that will have run before the
+            first step that is wanted, when the training begins, unless `compiled` says what to do.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> NanHuntCallback:

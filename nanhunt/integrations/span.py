@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..compiled import is_compiled
 from ..errors import NonFiniteError, NonFiniteWarning, UsageError, enabled
 from ..finding import Finding
 from ..hits import KEPT
-from ..options import OnHit, is_compiled
+from ..options import OnHit
 from ..report.files import write_whole
 from ..watcher import Watch
 from ..watching import watch
@@ -76,8 +77,8 @@ class Span:
         """A training begins; one that was left without a word is over.
 
         Raises:
-            UsageError: when the model, or the trainer by what it does to it, is `compiled`, and eager runs were not
-                asked for.
+            UsageError: when the model, or the trainer by what it does to it, is `compiled`, and will have run before
+                the first step that is wanted, and the options do not say what to do then.
         """
         self.close()
         self.finding: Finding | None = None
@@ -85,10 +86,12 @@ class Span:
         self.struck = self.inside = False
         self._told: set[tuple[str | None, ...]] = set()
         compiled = compiled or (model is not None and any(map(is_compiled, model.modules())))
-        if compiled and self.options.get("compiled") != "eager" and enabled():
+        late = self.steps is not None and self.steps[0] > 0
+        if compiled and late and self.options.get("compiled", "error") == "error" and enabled():
             raise UsageError(
-                "this model is compiled, and hooks inside a compiled graph are dead: use "
-                'NanHuntCallback(compiled="eager") to run it eagerly while it is watched'
+                "this model is compiled and will have run before the first step that is watched, and no check can be "
+                'added to compiled code: use NanHuntCallback(compiled="eager") to run it eagerly while it is watched, '
+                'or compiled="retrace" to have it compiled once more, with the checks'
             )
 
     def _wanted(self, step: int) -> bool:

@@ -47,8 +47,8 @@ class NanHuntCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         options: what else `nanhunt.watch` takes: `stop`, `kinds`, `allow`, `every`, `compiled`, `scaler`.
 
     Raises:
-        UsageError: for an option that does not exist, at once; for a compiled model or `torch_compile=True`, without
-            `compiled="eager"`, when the training begins.
+        UsageError: for an option that does not exist, at once; for a compiled model or `torch_compile=True` that will
+            have run before the first step that is wanted, when the training begins, unless `compiled` says what to do.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> NanHuntCallback:
