@@ -7,17 +7,16 @@ import gc
 import inspect
 import sys
 import threading
-import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
-from . import frames, hooks, internals, watcher
+from . import frames, hooks, internals, traces, watcher
 from .away import Away
 from .compiled import has_compiled
 from .errors import UsageError, enabled
@@ -36,7 +35,6 @@ _COMPILED = (
     "it calls models where no hook sees it: what runs there is not looked at; ask for "
     'compiled="eager" to have it run eagerly while it is watched'
 )
-_HOOKS_UNDER_COMPILE = r"Using `torch\.compile\(module\)` when there are global hooks"
 
 # What may be asked for: the options of `watch` that do not belong to one model.
 _OF_ONE = ("optimizer", "scaler", "only", "skip")
@@ -99,7 +97,6 @@ class Roots:
         self._patience, self._waited = 1, 0
         self._lock = threading.Lock()
         self._handle: Any = None
-        self._filter: Any = None
         self._compilations = 0
         self._eager = self._traced = self._stopped = False
 
@@ -125,9 +122,7 @@ class Roots:
 
             internals.eager.hold()
             self._eager = True
-        # It speaks of hooks that the program knows nothing of.
-        warnings.filterwarnings("ignore", message=_HOOKS_UNDER_COMPILE, category=UserWarning)
-        self._filter = warnings.filters[0]
+        traces.hush()
         self._compilations = _compilations()
         self._handle = hooks.ModuleCalls(self)
         gc.callbacks.append(self._collecting)
@@ -144,8 +139,8 @@ class Roots:
         self._handle.remove()
         self._handle = None
         gc.callbacks.remove(self._collecting)
-        if self._filter in warnings.filters:
-            cast("list[Any]", warnings.filters).remove(self._filter)
+        if not traces.standing():
+            traces.speak()
         self._note_compiled()
         self._bury()
         stopped: BaseException | None = None

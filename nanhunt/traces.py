@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .verdict import Call
 
 _TORCH_SPEAKS = r"Using `torch\.compile\(module\)` when there are global hooks"
+_filters: list[Any] = []  # the one that is set because of this
 SEAT = "_nanhunt"  # the one attribute that stands on a module, while a watch that compiled code reports to is on
 
 
@@ -156,7 +157,6 @@ class View:
         self.names, self.current, self.blind = names, current, blind
         self.on = False
         self.pending: list[Trace] = []
-        self._filter: Any = None
 
     def holds(self, module: nn.Module) -> bool:
         return id(module) in self.names.modules or (self.names.refresh() and id(module) in self.names.modules)
@@ -174,9 +174,8 @@ class View:
             self.seat()
         views.append(self)
         _listen()
-        if dynamo.compiler_loaded():  # it would speak of hooks that the program knows nothing of
-            warnings.filterwarnings("ignore", message=_TORCH_SPEAKS, category=UserWarning)
-            self._filter = warnings.filters[0]
+        if dynamo.compiler_loaded():
+            hush()
 
     def seat(self) -> None:
         for module in self.names.model.modules():
@@ -193,8 +192,8 @@ class View:
         if self not in views:
             return
         views.remove(self)
-        if self._filter is not None and self._filter in warnings.filters:
-            cast("list[Any]", warnings.filters).remove(self._filter)
+        if not views and not standing():
+            speak()
         self.look(False)
         self.pending.clear()
         for module in self.names.model.modules():
@@ -264,6 +263,7 @@ def standing() -> bool:
 
 def forget() -> None:
     """No code is left that our hooks were traced into."""
+    speak()
     for serial in list(traces):
         _drop(serial)
     for handle in _listening:
@@ -273,6 +273,20 @@ def forget() -> None:
     _ours.clear()
     _strays.clear()
     _through.clear()
+
+
+def hush() -> None:
+    """While our hooks stand, torch is not to speak of hooks that the program knows nothing of."""
+    if not any(one in warnings.filters for one in _filters):
+        warnings.filterwarnings("ignore", message=_TORCH_SPEAKS, category=UserWarning)
+        _filters[:] = [warnings.filters[0]]
+
+
+def speak() -> None:
+    for one in _filters:
+        if one in warnings.filters:
+            cast("list[Any]", warnings.filters).remove(one)
+    _filters.clear()
 
 
 def _drop(serial: int) -> None:

@@ -185,6 +185,9 @@ def test_a_compiled_model_is_watched_inside_its_graph() -> None:
             fast = torch.compile(Net(), backend="eager")
             fast(BAD)
             train(nn.Linear(4, 2), 1)
+        fast(BAD)  # the hooks stay while code lives that they were traced into, and torch stays silent about them
+        torch._dynamo.reset()
+        nn.Identity()(BAD)
         assert [one[0] for one in warnings.filters].count("ignore") == ignored
     assert [one.model for one in hunt.watched] == ["Net", "Linear"]
     assert hunt.finding is not None and hunt.finding.phase == "input"
