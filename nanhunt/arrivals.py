@@ -12,11 +12,11 @@ from torch import nn
 
 from . import probe
 from .internals import batched
+from .moved import is_small
 
 if TYPE_CHECKING:
     from .observer import Observer
 
-_SMALL = 1 << 13  # numbers: below, a call costs more than the copy into one tensor
 _INF = math.inf
 
 
@@ -43,10 +43,7 @@ class Arrivals:
     def _alone(self, param: torch.Tensor) -> bool:
         return (
             self._observer.deferring
-            or type(param) is not nn.Parameter
-            or not param.is_cpu
-            or param.numel() > _SMALL
-            or param.dtype not in probe.DIRECT
+            or not is_small(param)
             or len(getattr(param, "_post_accumulate_grad_hooks", None) or ()) > 0
             or _together()
         )
@@ -116,11 +113,7 @@ class Arrivals:
 
 def _plain(grad: torch.Tensor) -> bool:
     return (
-        type(grad) is torch.Tensor
-        and grad.layout is torch.strided
-        and grad.dtype in probe.DIRECT
-        and grad.numel() > 0
-        and not batched(grad)
+        type(grad) is torch.Tensor and grad.layout is torch.strided and grad.dtype in probe.DIRECT and grad.numel() > 0
     )
 
 

@@ -23,6 +23,8 @@ def cause(origin: Origin, stats: Sequence[TensorStats], dtype: str | None) -> st
     if origin.facts.get("scaled"):
         return "loss_scale"
     if origin.phase == "optimizer":
+        if _spoilt(stats):
+            return "collective" if origin.facts.get("together") else "unknown"
         return "overflow" if "nan" not in origin.kinds and _largest(stats, "gradient") > 1e15 else "optimizer"
     if origin.literal:
         return "literal"
@@ -58,13 +60,12 @@ def why(origin: Origin, stats: Sequence[TensorStats], dtype: str | None) -> str 
     elif origin.phase == "optimizer":
         rates = origin.facts.get("rates") or []
         wrong = [r for r in rates if isinstance(r, float) and not math.isfinite(r)]
-        gradient = next((s for s in stats if s.role == "gradient" and s.first_bad), None)
+        gradient = _spoilt(stats)
         if wrong:
             said.append(f"the learning rate is {wrong[0]}")
         elif gradient is not None:
             said.append(
-                f"its gradient held {_count(gradient)} when the step began, although backward had given finite ones: "
-                "look at what is done to gradients in between (clipping, unscaling, averaging)"
+                f"its gradient held {_count(gradient)} when the step began, although backward had given finite ones"
             )
         elif origin.facts.get("late"):
             said.append("it was written after the optimizer step, before the model ran again")
@@ -120,6 +121,16 @@ def advice(origin: Origin, word: str, dtype: str | None, call: Call | None) -> l
             "Clip the gradient or lower the learning rate: the numbers were growing before this.",
             "Watch a few earlier steps: the trail shows where they grow.",
         ]
+    if word == "collective":
+        return [
+            "Look at what the other ranks have found: the all-reduce hands on what one of them has made.",
+            "If none has: look at what is done to gradients between backward and the update (clipping, averaging).",
+        ]
+    if origin.phase == "optimizer" and word == "unknown":
+        return [
+            "Look at what is done to gradients between backward and the update: clipping by a norm that is zero or not "
+            "finite, unscaling, averaging, a division.",
+        ]
     if word == "optimizer":
         return [
             "Keep weights and optimizer state in float32; give eps a value that the dtype can hold.",
@@ -128,6 +139,11 @@ def advice(origin: Origin, word: str, dtype: str | None, call: Call | None) -> l
     return [
         f'Run this step once more with nanhunt.watch(..., detail="op"): it names the op in {where} and its operands.'
     ]
+
+
+def _spoilt(stats: Sequence[TensorStats]) -> TensorStats | None:
+    """The gradient of an update, if it was bad when the update began: backward gave a finite one."""
+    return next((s for s in stats if s.role == "gradient" and s.first_bad), None)
 
 
 def _largest(stats: Sequence[TensorStats], role: str) -> float:

@@ -27,12 +27,16 @@ class Hits:
         self.first: Finding | None = None  # the first that is a fault
         self.on_hit: OnHit = options.on_hit
         self._times: dict[tuple[str | None, ...], int] = {}
-        self.theirs: Exception | None = None  # what the user's own callable has raised
+        self.theirs: Exception | None = None  # what the user's own callable, or filter of warnings, has raised
         self._allow, self._kinds, self._inner = options.allow, options.kinds, inner
 
     def counts(self, origin: Origin) -> bool:
         """False for what the user allows."""
-        path = origin.call.path if origin.call is not None else origin.owner or ""
+        known = origin.facts.get("op_level")
+        if known is not None and known["module"] is not None:
+            path = known["module"]
+        else:
+            path = origin.call.path if origin.call is not None else origin.owner or ""
         if any(fnmatch.fnmatchcase(path, pattern) for pattern in self._allow):
             return False
         return not origin.carried.isdisjoint(self._kinds)
@@ -48,6 +52,7 @@ class Hits:
 
         Raises:
             NonFiniteError: when `on_hit` is "raise".
+            NonFiniteWarning: when `on_hit` is "warn" and the user's filters turn warnings into errors.
             Exception: whatever the user's callable raises.
         """
         if finding.phase == "state" and not callable(self.on_hit) and self.on_hit != "raise":
@@ -56,21 +61,23 @@ class Hits:
             if self._times[key] > _SAME:
                 return  # a poisoned weight shows in every later step
         self.keep(finding)
-        if callable(self.on_hit):
+        if callable(self.on_hit) or self.on_hit == "warn":
             try:
-                self.on_hit(finding)
+                (self.on_hit if callable(self.on_hit) else _warn)(finding)
             except Exception as theirs:
                 self.theirs = theirs
                 raise
-        elif self.on_hit == "warn":
-            file, _, line = (finding.line or "").rpartition(":")
-            if line.isdigit():  # the place that matters, not the one in here
-                warnings.warn_explicit(str(finding), NonFiniteWarning, file, int(line))
-            else:
-                warnings.warn(str(finding), NonFiniteWarning, stacklevel=2)
         elif self.on_hit == "raise":
             inner = self._inner()
             if not any(one.on_hit == "raise" for one in inner):
                 for one in inner:  # they will not get to see it
                     one.keep(finding)
                 raise NonFiniteError(finding)
+
+
+def _warn(finding: Finding) -> None:
+    file, _, line = (finding.line or "").rpartition(":")
+    if line.isdigit():  # the place that matters, not the one in here
+        warnings.warn_explicit(str(finding), NonFiniteWarning, file, int(line))
+    else:
+        warnings.warn(str(finding), NonFiniteWarning, stacklevel=3)

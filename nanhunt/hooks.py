@@ -41,7 +41,7 @@ class Listener(Protocol):
 
     def on_backward_begin(self, roots: tuple[Any, ...], create_graph: bool) -> None: ...
     def on_backward_end(self, given: tuple[Any, ...], grads: Any, ok: bool) -> None: ...
-    def on_optimizer(self, optimizer: torch.optim.Optimizer, after: bool) -> None: ...
+    def on_optimizer(self, optimizer: torch.optim.Optimizer, after: bool, closure: bool) -> None: ...
     def on_scaler(self, scaler: Any, what: str, before: Any, after: Any) -> None: ...
 
 
@@ -65,11 +65,12 @@ class Attachment:
         self._leaves: list[RemovableHandle] = []
         self.calls = ModuleCalls(calls)
 
-        def step(after: bool, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        def step(after: bool, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             if torch.compiler.is_compiling():
                 return
             if frames.steps_of(optimizer) < 2:  # the outermost
-                _tell(listener.on_optimizer, optimizer, after)
+                closure = (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None
+                _tell(listener.on_optimizer, optimizer, after, closure)
 
         dynamo.run_plainly(step)
         pre, post = _optimizer.register_optimizer_step_pre_hook, _optimizer.register_optimizer_step_post_hook

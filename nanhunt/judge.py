@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from .scene import Scene
 
 
+_KEPT = 100  # origins that are kept where no step ends
+
+
 class Judge:
     """Follows bad values through one step at a time.
 
@@ -72,8 +75,8 @@ class Judge:
         self._broken.clear()
         if not self.stepped_back:  # a call that no backward follows is judged on its own
             self._reported = self.faulted()
-            self.origins = [o for o in self.origins if not o.settled]
-            self.outside = [o for o in self.outside if not o.settled]
+            self.origins = [o for o in self.origins if not o.settled or o.allowed][-_KEPT:]
+            self.outside = [o for o in self.outside if not o.settled or o.allowed][-_KEPT:]
         if self.stepped_back and not self.has_optimizer:  # with one, the step ends when it has moved the weights
             self.turn()
         if self.observer.on and self.fresh:
@@ -181,7 +184,9 @@ class Judge:
         self.origins.append(origin)
         self.scene.take(origin, rec, tensor, module, hand)
         if self._stop_first and not origin.literal:
-            self.confirm(origin)
+            self._explain(origin, tensor)
+            if not origin.literal:
+                self.confirm(origin, tensor)
         return origin
 
     # --- backward ---------------------------------------------------------------------------------
@@ -309,7 +314,7 @@ class Judge:
         judged = self.observer.calls.first_run(call)
         near: Sequence[Origin] = judged.own if judged is not None else self.outside
         for known in (*near, *self.origins):
-            if known.settled or known.literal or known.phase == "backward":
+            if (known.settled and not known.allowed) or known.literal or known.phase == "backward":
                 continue
             if judged is None or known in judged.own or known.call is judged:
                 return known

@@ -240,13 +240,16 @@ class Looks:
         return max(-lo, hi) if lo > -_INF and hi < _INF else _INF
 
     def peak_together(self, tensors: list[torch.Tensor]) -> float:
-        """The same of many small plain tensors at once."""
+        """The same of many small plain tensors at once; infinity also where they must be looked at one by one."""
         groups: dict[torch.dtype, list[torch.Tensor]] = {}
         for tensor in tensors:
             groups.setdefault(tensor.dtype, []).append(tensor)
         self.seen += len(tensors) - len(groups)
-        with torch.no_grad():
-            return max((self.peak(internals.flat(group)) for group in groups.values()), default=0.0)
+        try:
+            with torch.no_grad():
+                return max((self.peak(internals.flat(group)) for group in groups.values()), default=0.0)
+        except RuntimeError:  # one has moved to another device since
+            return _INF
 
     # --- steps ------------------------------------------------------------------------------------
 

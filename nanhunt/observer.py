@@ -61,6 +61,8 @@ class Observer(Looks):
         self.shadow: Shadow | None = None  # while a module is run again: its calls are not the program's
         self.aside = False  # a hunt inside runs its step once more: that is not the program's
         self.own_modes = 0  # dispatch modes that are ours
+        self.partial = False  # modules are left out
+        self.hidden = False  # modes of the program are taken off for as long as we look
         self.arrivals = Arrivals(self)
         self.regions = Regions(self)
         self._failed = failed
@@ -143,7 +145,11 @@ class Observer(Looks):
         try:
             if internals.foreign_modes(self.own_modes):
                 with internals.unseen_by_modes():
-                    event(*args)
+                    self.hidden = True
+                    try:
+                        event(*args)
+                    finally:
+                        self.hidden = False
             else:
                 event(*args)
         except NonFiniteError:

@@ -19,6 +19,7 @@ class _Tracer(Tracer):  # type: ignore[no-untyped-call]
     """A tracer that can be told to look away."""
 
     paused = 0
+    used = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.paused:
@@ -45,15 +46,18 @@ class OpLevel:
         current_call: Callable[[], Call | None],
         on_host_read: Callable[[torch.Tensor, Birth], None],
     ) -> None:
-        self.tracer = _Tracer(names=names, current_call=current_call, on_host_read=on_host_read)
+        self._make = functools.partial(_Tracer, names=names, current_call=current_call, on_host_read=on_host_read)
+        self.tracer = self._make()
+        self.failures: list[str] = []
         self._entered = False
+        self._around: int | None = None  # modes of the program when the watch began
 
     def hidden(self, event: Callable[..., Any]) -> Callable[..., Any]:
         """The same event; what it does with tensors is not traced."""
-        tracer = self.tracer
 
         @functools.wraps(event)
         def quiet(*args: Any) -> Any:
+            tracer = self.tracer
             tracer.paused += 1
             try:
                 return event(*args)
@@ -62,15 +66,33 @@ class OpLevel:
 
         return quiet
 
-    def enter(self) -> None:
-        self.tracer.__enter__()
-        self._entered = True
+    def follow(self, on: bool) -> bool:
+        """Trace from here on, or no more; a step that is not looked at costs nothing. True when it is traced now.
+
+        Where the program has opened a mode since the watch began, ours would be taken off in its place.
+        """
+        modes = internals.dispatch_modes() - self._entered
+        self._around = modes if self._around is None else self._around
+        if on and not self._entered and modes <= self._around:
+            if self.tracer.used:
+                self.failures += self.tracer.failures
+                self.tracer = self._make()  # what it knew of memory was true until it looked away
+            self.tracer.used = True
+            self.tracer.__enter__()
+            self._entered = True
+        elif not on:
+            self.leave()
+        return self._entered
 
     def leave(self) -> None:
         if self._entered:
             self._entered = False
             internals.take_mode_off(self.tracer)
             internals.eager.drop()
+
+    def all_failures(self) -> list[str]:
+        """What went wrong inside the tracers, in words."""
+        return [*self.failures, *self.tracer.failures]
 
     def begin(self, inputs: Iterable[tuple[str, torch.Tensor]], loss_scale: float | None) -> None:
         """The model is called from outside: these are its inputs."""

@@ -28,7 +28,8 @@ from .watcher import Watch
 from .watching import watch
 
 LIMIT = 64  # models that are watched at a time: each costs every backward and optimizer step some microseconds
-_BRIEF, _TIRED = 10, 16  # calls of a short life; short lives of one class after which it is let be
+_BRIEF, _TIRED = 10, 16  # calls of a short life; short lives of one class after which a new one must prove itself
+_PROOF, _DOUBLED = 3, 4  # by its calls: the first of them that is watched; how often their number is doubled
 _TOLD = 20  # classes that are named as not watched
 _PATIENCE = 4096  # new models between two searches for dead ones, at most
 _COMPILED = (
@@ -61,7 +62,8 @@ class Roots:
     `optimizer` and `scaler`, which are found as they are used, and the patterns `only` and `skip`, which are of
     one model. A call of a part of a watched model starts nothing; a larger model that contains a watched one
     takes its place. What cannot be watched runs as if nobody looked, and is told in `unwatched`. Models that
-    die are let go.
+    die are let go. Of a class that is made anew again and again, an instance is watched once it has been called a
+    few times.
 
     Attributes:
         watches: the watches that run now, after `stop` those that ran last.
@@ -94,6 +96,7 @@ class Roots:
         self._known_limit = 4096
         self._unwatched: dict[str, str] = {}
         self._brief: dict[str, int] = {}
+        self._calls: dict[int, int] = {}  # those of what `_known` has as let be, because its class is tired
         self._patience, self._waited = 1, 0
         self._lock = threading.Lock()
         self._handle: Any = None
@@ -189,12 +192,24 @@ class Roots:
     def _concerned(self, module: nn.Module, *, begin: bool) -> tuple[Watch, ...]:
         known = self._known.get(id(module))
         if known is not None and known[0]() is module:
-            return known[1]
+            if known[1] or id(module) not in self._calls:
+                return known[1]
+            one = self._proven(module) if begin else None
+            return (one,) if one is not None else ()
         owners = [one for one in self.watches if id(module) in one._observer.names.modules]
         if owners:  # it was put into a watched model since
             self._known[id(module)] = weakref.ref(module), tuple(owners)
         one = self._newcomer(module) if begin and not owners else None
         return (one,) if one is not None else tuple(owners or self.watches)
+
+    def _proven(self, module: nn.Module) -> Watch | None:
+        """The watch of a module of a tired class, from the call on that shows it to be no passer-by.
+
+        Where even such ones have had short lives, more calls are asked for: watches stay rare among calls.
+        """
+        calls = self._calls[id(module)] = self._calls[id(module)] + 1
+        short = self._brief.get(_class(module), 0) - _TIRED
+        return self._newcomer(module) if calls >= _PROOF << min(max(short, 0), _DOUBLED) else None
 
     def _newcomer(self, module: nn.Module) -> Watch | None:
         """The watch of a module that nobody knows and that no other module calls; None where none is to begin."""
@@ -217,11 +232,14 @@ class Roots:
             self._lock.release()
 
     def _begin(self, module: nn.Module) -> Watch | None:
-        name = type_name(getattr(module, "_orig_mod", module))
-        if self._brief.get(name, 0) < _TIRED:
+        name = _class(module)
+        waited = self._calls.pop(id(module), 0)
+        if waited or self._brief.get(name, 0) < _TIRED:
             self._sweep()
-        if self._brief.get(name, 0) >= _TIRED:
-            self._refuse(module, name, f"made anew again and again: {_TIRED} were watched, and later ones were not")
+        if not waited and self._brief.get(name, 0) >= _TIRED:
+            why = f"{_TIRED} were watched, and later ones only once they had been called a few times"
+            self._refuse(module, name, f"made anew again and again: {why}")
+            self._calls[id(module)] = 1
             return None
         parts = {id(part): part for part in module.modules()}
         contained = [one for one in self.watches if id(one._observer.names.model) in parts]
@@ -255,6 +273,7 @@ class Roots:
         """From now on calls of any part of this module go to this watch, or to none."""
         if len(self._known) > self._known_limit:
             self._known = {key: known for key, known in list(self._known.items()) if known[0]() is not None}
+            self._calls = {key: calls for key, calls in list(self._calls.items()) if key in self._known}
             self._known_limit = max(4096, 2 * len(self._known))
         for part in module.modules():
             known = self._known.get(id(part))
@@ -321,6 +340,10 @@ class Roots:
         """A compiled function, or `Module.compile`, passes no hook: that it ran is all that can be known of it."""
         if _compilations() > self._compilations and self._options["compiled"] == "error" and not self._traced:
             self._unwatched["code under torch.compile"] = _COMPILED
+
+
+def _class(module: nn.Module) -> str:
+    return type_name(getattr(module, "_orig_mod", module))
 
 
 def _compilations() -> int:

@@ -264,13 +264,20 @@ class Scene:
             kind=origin.kind,
             tensor=facts.get("name", origin.tensor),
             cause=word,
-            why=coarse.why(origin, stats, dtype),
+            why=self._why(origin, stats, dtype),
             advice=tuple(coarse.advice(origin, word, dtype, call)),
             tensors=stats,
             trail=tuple(_trail(facts.get("trail") or [])),
             context=self._context(origin),
             handled=facts.get("handled"),
         )
+
+    def _why(self, origin: Origin, stats: tuple[TensorStats, ...], dtype: str | None) -> str | None:
+        why = coarse.why(origin, stats, dtype)
+        if self.observer.partial and origin.phase in ("forward", "backward"):
+            left_out = "Modules were left out by only= or skip=: one of them may have made it."
+            why = f"{why} {left_out}" if why else left_out
+        return why
 
     def _context(self, origin: Origin) -> dict[str, Any]:
         optimizer, scaler = self.optimizer, self.judge.scaling.scaler

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import probe
+from .moved import Moved, is_small
 from .naming import Names
 from .verdict import Call, Origin, Rec, settle
 
@@ -16,12 +17,9 @@ if TYPE_CHECKING:
 
 _Named = Iterable[tuple[str, str, torch.Tensor]]  # name, path of the module that owns it, tensor
 
-_SMALL = 1 << 13  # numbers: below, a call costs more than the copy into one tensor
 _INF = float("inf")
 _GRADIENT = 1e12  # its square, summed over any number of steps, is far below what a float32 or bfloat16 can hold
 _OFTEN = 16  # steps after which the optimizer state is looked at, also when it cannot have gone bad
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-_WIDE = (torch.float32, torch.bfloat16, torch.float64)
 
 
 class State:
@@ -36,8 +34,14 @@ class State:
         self._told: set[str] = set()
         self._fresh = self._last = self.looked = False
         self.optimizer_ran = False  # in this step
-        self._moments: dict[int, tuple[int, int]] = {}  # id of an optimizer -> (id of its state, updates seen)
+        self._plans: dict[int, Moved] = {}  # by id of the optimizer
+        self._updates: dict[int, tuple[int, int]] = {}  # id of an optimizer -> (id of its state, updates seen)
+        self._unseen = False  # a gradient of this step has passed no hook
         self._largest = _INF  # |number| of the parameters after the last update
+
+    def forget(self) -> None:
+        """The watch is over: hold nothing of the model."""
+        self._plans.clear()
 
     # --- parameters and buffers -------------------------------------------------------------------
 
@@ -152,7 +156,7 @@ class State:
             if unchanged and (call is None or what == "parameter" or not self._uncounted(owner)):
                 continue
             written.append((name, owner, tensor, version))
-            if _is_small(tensor) and name not in self._kinds:
+            if is_small(tensor) and name not in self._kinds:
                 small.append(tensor)
         calm = len(small) > 1 and not observer.deferring and not self._judge.alert
         if calm and observer.peak_together(small) < _INF:
@@ -206,87 +210,79 @@ class State:
 
     def before_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Look at the gradients that no hook has seen: FSDP1, torch.autograd.grad, gradients written by hand."""
-        for p, _name in self._moved(optimizer):
-            if p.grad is not None and id(p) not in self._judge.touched:
+        touched = self._judge.touched
+        self._unseen = False
+        for p, _ in self._moved(optimizer).pairs:
+            if p.grad is not None and id(p) not in touched:
+                self._unseen = True
                 self._judge.result(p, p.grad)
 
     def after_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Look at the parameters that were moved, and at what the optimizer keeps of them."""
         self.optimizer_ran = True
-        moments = self._moments_wanted(optimizer)
-        if self._all_fine(optimizer, moments):
+        moved = self._moved(optimizer)
+        if self._all_fine(moved, self._moments(optimizer, moved)):
             return
         self._largest = _INF
         rates = [g.get("lr") for g in optimizer.param_groups]
-        for p, name in self._moved(optimizer):
+        for p, name in moved.pairs:
             self._updated(name, None, p, p, rates)
-        for p, name in self._moved(optimizer):
+        for p, name in moved.pairs:
             for key, value in optimizer.state.get(p, {}).items():
                 if isinstance(value, torch.Tensor) and value.dim():
                     self._updated(name, key, value, p, rates)
 
-    def _all_fine(self, optimizer: torch.optim.Optimizer, moments: bool) -> bool:
+    def _moved(self, optimizer: torch.optim.Optimizer) -> Moved:
+        known = self._plans.get(id(optimizer))
+        if known is None or not known.fits(optimizer, self._names):
+            known = self._plans[id(optimizer)] = Moved(optimizer, self._names)
+        return known
+
+    def _all_fine(self, moved: Moved, moments: list[torch.Tensor]) -> bool:
         """True when nothing is bad after an update. Then nobody needs to be told, and it took the fewest looks."""
         observer = self._judge.observer
         if observer.deferring or self._judge.alert or self._bad_moments or self._kinds:
             return False
+        large, small = moved.large, moved.small
+        if moments:
+            large = large + [value for value in moments if not is_small(value)]
+            small = small + [value for value in moments if is_small(value)]
         largest = 0.0
-        small, moved = [], []
-        for p, name in self._moved(optimizer):
-            tensors = [p]
-            if moments:
-                kept = optimizer.state.get(p, {}).values()
-                tensors += [value for value in kept if isinstance(value, torch.Tensor) and value.dim()]
-            for tensor in tensors:
-                if _is_small(tensor):
-                    small.append(tensor)
-                    continue
-                numbers = probe.payload(tensor)
-                if numbers is not None:
-                    size = observer.peak(numbers) if numbers.is_cpu else _INF
-                    if size == _INF:
-                        return False
-                    largest = max(largest, size)
-            moved.append((name, p))
+        for tensor in large:
+            numbers = probe.payload(tensor)
+            if numbers is not None:
+                largest = max(largest, observer.peak(numbers) if numbers.is_cpu else _INF)
+                if largest == _INF:
+                    return False
         largest = max(largest, observer.peak_together(small))
         if largest == _INF:
             return False
         self._largest = largest
-        self._seen.update((name, (id(p), _version(p))) for name, p in moved)
+        self._seen.update((name, (id(p), _version(p))) for p, name in moved.pairs)
         return True
 
-    def _moments_wanted(self, optimizer: torch.optim.Optimizer) -> bool:
-        """False where the optimizer state cannot have gone bad in a way that the parameters do not show.
+    def _moments(self, optimizer: torch.optim.Optimizer, moved: Moved) -> list[torch.Tensor]:
+        """The optimizer state that must be looked at: none where it cannot have gone bad without its parameter.
 
         What torch's own optimizers keep is made of the gradient, its square, and decay times the parameter. While
         these are small, no square can overflow, and a NaN would show in the parameter it moves. The state is looked
         at in the first update, when it was loaded anew, now and then, and always for other optimizers.
         """
-        observer, state = self._judge.observer, optimizer.state
-        known, times = self._moments.get(id(optimizer), (0, 0))
-        self._moments[id(optimizer)] = id(state), times + 1
-        return not (
+        state = optimizer.state
+        known, times = self._updates.get(id(optimizer), (0, 0))
+        self._updates[id(optimizer)] = id(state), times + 1
+        if (
             known == id(state)
             and times % _OFTEN
             and type(optimizer).__module__.startswith("torch.optim.")
-            and observer.arrivals.largest < _GRADIENT
+            and self._judge.observer.arrivals.largest < _GRADIENT
             and self._largest < _GRADIENT
-            and all(
-                p.dtype in _WIDE and (p.grad is None or id(p) in self._judge.touched)
-                for group in optimizer.param_groups
-                for p in group["params"]
-            )
-        )
-
-    def _moved(self, optimizer: torch.optim.Optimizer) -> Iterable[tuple[torch.Tensor, str]]:
-        """The parameters that an optimizer moves, but for those of modules that were left out, and their names."""
-        for i, group in enumerate(optimizer.param_groups):
-            for j, p in enumerate(group["params"]):
-                owners = self._names.owners.get(id(p))
-                if not owners:
-                    yield p, f"param_groups[{i}]['params'][{j}]"
-                elif self._names.wanted(owners[0][1]):
-                    yield p, owners[0][0]
+            and moved.wide
+            and not self._unseen
+        ):
+            return []
+        kept = [value for p, _ in moved.pairs for value in state.get(p, {}).values()]
+        return [value for value in kept if isinstance(value, torch.Tensor) and value.dim()]
 
     def _updated(self, name: str, key: str | None, tensor: torch.Tensor, p: torch.Tensor, rates: list[Any]) -> None:
         """Look at a parameter (`key` None), or at a tensor of its optimizer state, after the update."""
@@ -330,18 +326,9 @@ class State:
             return  # the consequence of a fault that was reported
         origin = Origin("optimizer", None, kinds, label, owner=name.rpartition(".")[0])
         origin.facts["rates"] = rates
+        origin.facts["together"] = torch.distributed.is_available() and torch.distributed.is_initialized()
         origin.facts["parameter"] = p if tensor is not None else None
         judge.confirm(judge.born(origin, rec, tensor, None, None), tensor)
-
-
-def _is_small(tensor: torch.Tensor) -> bool:
-    return (
-        tensor.is_cpu
-        and type(tensor) in _PLAIN
-        and 0 < tensor.numel() <= _SMALL
-        and tensor.dtype in probe.DIRECT
-        and tensor.layout is torch.strided
-    )
 
 
 def _version(tensor: torch.Tensor) -> int:

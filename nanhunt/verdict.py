@@ -124,6 +124,11 @@ class Origin:
     def kind(self) -> str:
         return self.kinds[0]
 
+    @property
+    def allowed(self) -> bool:
+        """True for a value that the user allows: what comes of it is no fault either."""
+        return self.facts.get("handled") == "allowed"
+
 
 def settle(kinds: tuple[str, ...], reached: Sequence[Origin]) -> Origin | None:
     """The origin that explains a bad value of these kinds, or None: it was made here.

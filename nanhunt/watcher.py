@@ -80,7 +80,8 @@ class Watch:
         self._ops: OpLevel | None = None
         if options.detail == "op":
             self._trace(names)
-        if options.only or options.skip:
+        self._observer.partial = bool(options.only or options.skip)
+        if self._observer.partial:
             self._observer.blind.add("modules left out by only= or skip=: a value may come from one of them")
         self._attach()
 
@@ -96,7 +97,6 @@ class Watch:
         for name in ("_guarded", "_host_read"):
             setattr(self, name, ops.hidden(getattr(self, name)))
         self._ops = self._judge.ops = ops
-        observer.own_modes = 1
 
     @property
     def model(self) -> nn.Module | None:
@@ -135,8 +135,6 @@ class Watch:
         if self._stance is None:
             self._observer.regions.view.open()
         self._select()
-        if self._ops is not None:
-            self._ops.enter()
         self._hook_parameters()
 
     def _hook_parameters(self) -> None:
@@ -176,10 +174,11 @@ class Watch:
         self._observer.on = False
         if self._ops is not None:
             self._ops.leave()
-            self.errors += [RuntimeError(text) for text in self._ops.tracer.failures]
+            self.errors += [RuntimeError(text) for text in self._ops.all_failures()]
         with internals.unseen_by_modes() if internals.foreign_modes() else nullcontext():
             self._attachment.remove()
         self._observer.forget()
+        self._judge.state.forget()
         self._scene.optimizer = self._optimizer = None
         if self in _active:
             _active.remove(self)
@@ -261,8 +260,8 @@ class Watch:
         if ok:
             self._guarded(self._judge.backward_ends, given, grads)
 
-    def on_optimizer(self, optimizer: torch.optim.Optimizer, after: bool) -> None:
-        self._guarded(self._optimizer_event, optimizer, after)
+    def on_optimizer(self, optimizer: torch.optim.Optimizer, after: bool, closure: bool) -> None:
+        self._guarded(self._optimizer_event, optimizer, after, closure)
 
     def on_scaler(self, scaler: Any, what: str, before: Any, after: Any) -> None:
         wanted = self._options.scaler
@@ -283,7 +282,10 @@ class Watch:
 
     def _guarded(self, event: Callable[..., None], *args: Any) -> None:
         if not self._closed:
+            step = self.step
             self._observer.guarded(event, *args)
+            if self.step != step and self._ops is not None:  # it may have turned while our mode was off the stack
+                self._follow()
 
     def _failed(self, failure: Exception) -> None:
         """A failure of the watch itself: counted, told when the watch ends; training goes on."""
@@ -292,7 +294,7 @@ class Watch:
         if len(self.errors) < KEPT:
             self.errors.append(failure)
 
-    def _optimizer_event(self, optimizer: torch.optim.Optimizer, after: bool) -> None:
+    def _optimizer_event(self, optimizer: torch.optim.Optimizer, after: bool, closure: bool) -> None:
         if optimizer is not self._optimizer and not self._judge.state.concerns(optimizer):
             return
         self._scene.optimizer = optimizer
@@ -302,7 +304,8 @@ class Watch:
                 self._turn()
             return
         if not after:
-            self._judge.state.before_update(optimizer)
+            if not closure:  # which has yet to make the gradients of this step: those that stand there are old
+                self._judge.state.before_update(optimizer)
             return
         self._judge.state.after_update(optimizer)
         if self._judge.scaling.scaler is None:  # else the step ends when the scaler is updated
@@ -331,6 +334,16 @@ class Watch:
             self._judge.fresh = True
         self._observer.on = on
         self._observer.regions.view.look(on)
+        if self._ops is not None and not self._observer.hidden:
+            self._follow()
+
+    def _follow(self) -> None:
+        """Have the op level trace this step, or not."""
+        ops, observer = self._ops, self._observer
+        if ops is not None and not self._closed:
+            observer.own_modes = int(ops.follow(observer.on))
+            if observer.on and not observer.own_modes:
+                observer.blind.add("the op level: a dispatch mode of the program was open when the step began")
 
     # --- hits ---------------------------------------------------------------------------------------
 

@@ -69,6 +69,7 @@ lineage
 tracer
 calls
 looks
+moved
 arrivals
 oplevel
 ambient

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 import os
 import sys
@@ -19,12 +20,18 @@ from ..compiled import is_compiled
 from ..errors import NonFiniteError, NonFiniteWarning, UsageError, enabled
 from ..finding import Finding
 from ..hits import KEPT
-from ..options import OnHit
+from ..options import OnHit, checked
 from ..report.files import write_whole
 from ..watcher import Watch
 from ..watching import watch
 
 _ON_HIT = ("raise", "stop", "warn", "record")
+# The options of `watch` that a callback takes under no name of its own.
+_DEFAULTS = {
+    name: option.default
+    for name, option in inspect.signature(watch).parameters.items()
+    if option.default is not option.empty and not name.startswith("_") and name not in ("optimizer", "on_hit", "steps")
+}
 _log = logging.getLogger("nanhunt")
 
 
@@ -49,7 +56,7 @@ class Span:
         inside: True when that step is one of those asked for.
 
     Raises:
-        UsageError: for an option that does not exist, before any training.
+        UsageError: for an option that does not exist, or a value that is not legal, before any training.
     """
 
     def __init__(
@@ -68,7 +75,15 @@ class Span:
         self.steps = tuple(steps) if isinstance(steps, list) else steps  # a list is what a YAML file gives
         self.on_hit, self.report, self.options = on_hit, report, dict(options)
         # What `watch` refuses is refused now, and not at the first step that is wanted, hours from here.
-        watch(nn.Identity(), None, steps=self.steps, **options).remove()
+        for name in options:
+            if name == "optimizer":
+                raise UsageError("the optimizer is the trainer's, and it is found there: leave optimizer= out")
+            if name not in _DEFAULTS:
+                legal = ", ".join(dict.fromkeys(("steps", "on_hit", "detail", "report", *_DEFAULTS)))
+                raise UsageError(f"{name!r} is no option here: use {legal}")
+        watched = {**_DEFAULTS, **options}
+        self._asked = checked(optimizer=None, on_hit="record", steps=self.steps, **watched)
+        enabled()
         self.every: int = self.options.pop("every", 1)
         self._watch: Watch | None = None
         self.open()
@@ -77,10 +92,13 @@ class Span:
         """A training begins; one that was left without a word is over.
 
         Raises:
-            UsageError: when the model, or the trainer by what it does to it, is `compiled`, and will have run before
-                the first step that is wanted, and the options do not say what to do then.
+            UsageError: when a pattern of `only` or `skip` fits no module of the model; when the model, or the trainer
+                by what it does to it, is `compiled`, and will have run before the first step that is wanted, and the
+                options do not say what to do then.
         """
         self.close()
+        if model is not None and enabled():
+            self._asked.looked_at(model)
         self.finding: Finding | None = None
         self.findings: list[Finding] = []
         self.struck = self.inside = False

@@ -44,11 +44,13 @@ class NanHuntCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             step still runs.
         detail: `"module"`, `"op"` or `"auto"`, as for `nanhunt.watch`.
         report: a folder for an HTML page and a JSON file of each fault, once for each place.
-        options: what else `nanhunt.watch` takes: `stop`, `kinds`, `allow`, `every`, `compiled`, `scaler`.
+        options: what else `nanhunt.watch` takes: `stop`, `kinds`, `allow`, `every`, `only`, `skip`, `backward`,
+            `compiled`, `scaler`.
 
     Raises:
-        UsageError: for an option that does not exist, at once; for a compiled model or `torch_compile=True` that will
-            have run before the first step that is wanted, when the training begins, unless `compiled` says what to do.
+        UsageError: for an option that does not exist, at once; when the training begins, for a pattern of `only` or
+            `skip` that fits no module, and for a compiled model or `torch_compile=True` that will have run before
+            the first step that is wanted, unless `compiled` says what to do.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> NanHuntCallback:

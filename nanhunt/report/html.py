@@ -8,6 +8,7 @@ import html
 import pkgutil
 from collections.abc import Iterable, Mapping, Sequence
 
+from ..errors import UsageError
 from ..finding import PICTURES, Finding
 from ..numerics import fmt
 from ..outline import HOP
@@ -38,15 +39,22 @@ def page(finding: Finding) -> str:
     return _document(title(finding), _article(finding, 1, None, room=_ROOM))
 
 
-def pages(findings: Sequence[Finding], titles: Iterable[str] | None = None) -> str:
+def pages(findings: Sequence[Finding], titles: Iterable[str] | None = None, *, notes: Sequence[str] = ()) -> str:
     """Several findings on one page, an index first; `titles` (files, tests), one for each, say where it is from.
 
     The page stays below 500 KB: many findings are told with fewer pictures, and at last not at all; it says so.
+    `notes` stand below the heading, a paragraph each: which run it was, what was watched and what was not.
+
+    Raises:
+        UsageError: when there are not as many titles as findings.
     """
     named = list(titles) if titles is not None else [None] * len(findings)
+    if len(named) != len(findings):
+        raise UsageError(f"{len(named)} titles for {len(findings)} findings: give one title for each, or none at all")
     told: list[Markup] = []
     index: list[Markup] = []
-    left = _ROOM
+    said = [words("p", note) for note in notes]
+    left = _ROOM - sum(map(_size, said))
     for at, (finding, name) in enumerate(zip(findings, named, strict=True), 1):
         article = _article(finding, 2, name, at, room=left // (len(findings) - at + 1))
         source = words("span", name, class_="quiet") if name is not None else None
@@ -61,6 +69,7 @@ def pages(findings: Sequence[Finding], titles: Iterable[str] | None = None) -> s
     head = tag(
         "nav",
         words("h1", heading),
+        *said,
         tag("ol", *index) if index else None,
         words("p", f"and {fmt(more)} more, for which this page has no room") if more else None,
     )

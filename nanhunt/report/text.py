@@ -45,7 +45,12 @@ def title(finding: Finding) -> str:
         said = f"{what}{tensor or _who(f)} already held a {kind} before {before}"
     elif f.phase == "optimizer":
         inside = f"{'' if ' ' in tensor else 'parameter '}{tensor}" if tensor else _who(f)
-        said = f"the optimizer step made {the_first} {kind}, in {inside}{when}"
+        if f.cause in ("unknown", "collective") and f.op is None:  # see coarse.cause
+            said = (
+                f"a gradient went bad between backward and the update, which put {the_first} {kind} in {inside}{when}"
+            )
+        else:
+            said = f"the optimizer step made {the_first} {kind}, in {inside}{when}"
     elif f.phase == "backward" and f.op == "AccumulateGrad":
         said = f"{_who(f)} made {the_first} {kind}, in backward, in the sum of {tensor or 'a gradient'}{when}"
     elif f.phase == "backward" and f.op:
