@@ -101,21 +101,57 @@ def _gpu(*path: str) -> Callable[[Results], float | None]:
     return read
 
 
+_COLD = (
+    "1.86 before. Hooks hang on a tensor without torch's handle (1.2 us saved a tensor), reductions write into results "
+    "that are reused (0.35 us a look), gradients and weights of up to 8192 numbers are reduced together, optimizer "
+    "state is read only when it can have gone bad without its weight. Tried and left: a norm of many tensors in one "
+    "call is 10 times slower on a CPU; collecting garbage less often changes nothing. What is left is Python with "
+    "cold caches: 8 us in the hook before a module and 9 us in the one after it here, 2 us each in a loop over one"
+)
+_BY_MEMORY = (
+    "nothing hangs on gradients, but then a tensor is known by its memory alone, and to look that up costs as much as "
+    "the hook that it saves"
+)
+_PIECES = (
+    "21 us before, 12 now. Of them torch takes 1.3 for calling two hooks, the two reductions 3, hanging a hook 1.3; "
+    "records of call and tensor, the stack of calls and the six checks that no mode, transform or tracing is on take "
+    "the rest. The floor has no hook before the module, reads no number and keeps no record"
+)
 TARGETS = (
-    _whole("GPT 6x256", "gpt", 1.03),
-    _whole("ResNet-18", "resnet", 1.05),
-    _whole("Llama 6x256", "llama", 1.04),
-    _whole("tiny-op GPT-2", "tiny gpt2", 1.25),
-    _forward("GPT 6x256", "gpt", 1.02),
-    _forward("ResNet-18", "resnet", 1.03),
-    _forward("Llama 6x256", "llama", 1.02),
-    _forward("tiny-op GPT-2", "tiny gpt2", 1.10),
-    Target(what="a module of tiny ops, over its floor", limit=1.25, measured=_over_floor, floor=lambda results: 1.0),
-    Target(what="attaching, for one module", limit=20, unit="us", measured=_attach),
-    Target(what="compiled, training step", limit=1.03, measured=_compiled),
-    Target(what="compiled, further graphs", limit=0, unit="", measured=_compiled_graphs),
-    Target(what="compiled, results that differ (0 or 1)", limit=0, unit="", measured=_unequal),
-    Target(what="activations kept after a step", limit=0, unit="bytes", measured=_kept),
+    _whole("GPT 6x256", "gpt", 1.03, predicted="1.03", tried="1.05 to 1.07 before"),
+    _whole(
+        "ResNet-18",
+        "resnet",
+        1.05,
+        predicted="1.05",
+        tried="11 million weights and their gradients are read once a step, which alone is 1.03; reading the optimizer "
+        "state only when it can have gone bad saved as much",
+    ),
+    _whole("Llama 6x256", "llama", 1.04, predicted="1.04"),
+    _whole("tiny-op GPT-2", "tiny gpt2", 1.25, predicted="1.14", tried=_COLD),
+    _forward("GPT 6x256", "gpt", 1.02, predicted="1.02"),
+    _forward("ResNet-18", "resnet", 1.03, predicted="1.03"),
+    _forward("Llama 6x256", "llama", 1.02, predicted="1.02"),
+    _forward("tiny-op GPT-2", "tiny gpt2", 1.10, predicted="1.08", tried=_BY_MEMORY),
+    Target(
+        what="a module of tiny ops, over its floor",
+        limit=1.25,
+        measured=_over_floor,
+        floor=lambda results: 1.0,
+        predicted="1.3",
+        tried=_PIECES,
+    ),
+    Target(what="attaching, for one module", limit=20, unit="us", measured=_attach, predicted="16"),
+    Target(
+        what="compiled, training step",
+        limit=1.03,
+        measured=_compiled,
+        predicted="1.02",
+        tried="one slot for each tensor (largest magnitude with its sign) and not two: half as many further kernels",
+    ),
+    Target(what="compiled, further graphs", limit=0, unit="", measured=_compiled_graphs, predicted="0"),
+    Target(what="compiled, results that differ (0 or 1)", limit=0, unit="", measured=_unequal, predicted="0"),
+    Target(what="activations kept after a step", limit=0, unit="bytes", measured=_kept, predicted="0"),
     Target(what="GPU, GPT-2 bfloat16, eager", limit=1.03, measured=_gpu("gpt2", "eager", "nanhunt, auto", "median")),
     Target(what="GPU, GPT-2 bfloat16, compiled", limit=1.02, measured=_gpu("gpt2", "compiled", "ratio", "median")),
     Target(
