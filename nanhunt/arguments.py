@@ -42,8 +42,9 @@ in a program, around any number of steps:
   with nanhunt.watch(model):
       train(model)
 
-exit code: the program's own; 1 when a fault was found in a program that would have ended with 0;
-2 when the program could not be started. A script that is called show or demo is run as ./show.
+exit code: the program's own; 1 when a fault was found (in a child process, too) in a program that would
+have ended with 0; 2 when the program could not be started, or the report could not be written. A script
+that is called show or demo is run as ./show.
 NANHUNT=0 in the environment turns every watch off (the program runs alone), NANHUNT=1 is the default.
 """
 
@@ -92,7 +93,8 @@ def parser() -> argparse.ArgumentParser:
         metavar="PATTERN",
         action="append",
         default=[],
-        help="modules whose values never count, such as blocks.*.gate; may be given several times",
+        help="modules whose values never count, such as blocks.*.gate; may be given several times (to look at some "
+        "modules only, use nanhunt.watch(model, only=..., skip=...) in the program: such patterns belong to one model)",
     )
     watch.add_argument(
         "--compiled",
@@ -119,8 +121,8 @@ def parser() -> argparse.ArgumentParser:
         "-o",
         "--report",
         metavar="PATH",
-        help="write what is found to PATH: a file that ends in .json or .html, or a folder for both; of several "
-        "ranks each writes its own, finding.rank3.json",
+        help="write what is found to PATH: a file that ends in .json or .html, or a folder for both (a new one whose "
+        "name has a suffix ends with /); of several ranks each writes its own, finding.rank3.json",
     )
     hit.add_argument("-q", "--quiet", action="store_true", help="no summary on stderr at the end")
     run = made.add_argument_group("what to run")
@@ -136,6 +138,7 @@ def split(
 
     A script that bears one of `words` is refused: the word means a command of ours, which stands first.
     """
+    single = {word for action in parser._actions for word in action.option_strings if len(word) == 2}
     valued = {word for action in parser._actions if action.nargs is None for word in action.option_strings}
     ours: list[str] = []
     left = list(given)
@@ -152,6 +155,11 @@ def split(
             parser.error(f"options of {word} come after the word: nanhunt {word} --help")
         if word == "-" or not word.startswith("-"):
             return ours, Program(how="script", what=word, args=tuple(left))
+        if word[:1] == "-" and word[1:2] != "-" and word not in single:  # -qo PATH
+            flags = word[1:-1]
+            if flags and f"-{word[-1]}" in valued and all(f"-{flag}" in single - valued for flag in flags):
+                ours += [f"-{flag}" for flag in flags]
+                word = f"-{word[-1]}"
         if word in valued and left:
             # As one word: a value may begin with a dash (-inf), and argparse takes such a one for an option.
             value = left.pop(0)

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from . import arguments
+from .closing import try_report
 from .errors import NanhuntError, UsageError, enabled
-from .launcher import Launch, is_file
+from .launcher import Launch
 from .program import CannotRun, Program
 
 if TYPE_CHECKING:
@@ -78,8 +79,6 @@ def _command(name: str, given: list[str]) -> int:
 
 def _launch(options: argparse.Namespace, program: Program) -> int:
     report = options.report
-    if report is not None and not is_file(report) and os.path.exists(report) and not os.path.isdir(report):
-        return _refuse(f"cannot write a report to {report!r}: name a folder, or a file that ends in .json or .html")
     asked = {
         "detail": options.detail,
         "on_hit": options.on_hit,
@@ -92,7 +91,8 @@ def _launch(options: argparse.Namespace, program: Program) -> int:
         "compiled": "eager" if options.compiled == "eager" else "error",
     }
     try:
-        enabled()
+        if enabled() and report is not None:
+            try_report(report)
     except UsageError as error:
         return _refuse(str(error))
     return Launch(options=asked, report=report, quiet=options.quiet).run(program)
@@ -111,7 +111,7 @@ def _demo_parser() -> argparse.ArgumentParser:
         default="float16",
         help="what the model computes in (default: float16, which overflows)",
     )
-    demo.add_argument("--save", metavar="FILE", help="write the finding to FILE, as JSON")
+    demo.add_argument("--save", metavar="FILE", help="write the finding to FILE: a page if it ends in .html, else JSON")
     return demo
 
 
@@ -119,17 +119,21 @@ def _demo(options: argparse.Namespace) -> int:
     if not enabled():
         print("nanhunt is switched off by NANHUNT=0: unset it to see the demo")
         return CLEAN
-    if options.save is not None and os.path.isdir(options.save):  # not after half a minute of training
-        return _refuse(f"cannot write to {options.save!r}: it is a folder; name a file in it")
+    from .report.files import try_file, write_whole
+
+    if options.save is not None:  # not after half a minute of training
+        try_file(options.save)
     from . import demo
-    from .report.files import write_whole
 
     finding = demo.run(dtype=options.dtype, say=functools.partial(print, flush=True))
     if options.save is not None and finding is None:
         print(f"nothing was found, so {options.save} was not written")
     elif options.save is not None and finding is not None:
+        from .report.html import page
+
+        text = page(finding) if options.save.endswith(".html") else finding.to_json(indent=2) + "\n"
         try:
-            print(f"saved in {write_whole(options.save, finding.to_json(indent=2) + chr(10))}")
+            print(f"saved in {write_whole(options.save, text)}")
         except OSError as error:
             return _refuse(f"cannot write {options.save!r}: {error.strerror or error}")
     return CLEAN
@@ -139,7 +143,12 @@ def _show_parser() -> argparse.ArgumentParser:
     show = argparse.ArgumentParser(
         prog="nanhunt show", description=_SHOW, epilog=_CODES, formatter_class=_as_written, allow_abbrev=False
     )
-    show.add_argument("files", metavar="FILE", nargs="+", help="a file of findings in JSON")
+    show.add_argument(
+        "files",
+        metavar="FILE",
+        nargs="+",
+        help="a file of findings in JSON, a folder of reports (its *.json files), or - for standard input",
+    )
     form = show.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="all findings as one JSON list")
     form.add_argument(
@@ -152,10 +161,11 @@ def _show_parser() -> argparse.ArgumentParser:
 
 
 def _show(options: argparse.Namespace) -> int:
-    from .report.files import read_findings, write_whole
+    from .report.files import in_folder, read_findings, write_whole
 
+    files = [file for name in options.files for file in (in_folder(name) if os.path.isdir(name) else [name])]
     read: list[tuple[str, Finding]] = []
-    for name in options.files:
+    for name in files:
         try:
             read += [(name, finding) for finding in read_findings(name)]
         except OSError as error:
@@ -165,14 +175,22 @@ def _show(options: argparse.Namespace) -> int:
         from .report.html import pages
 
         text = pages([finding for _, finding in read])
-        out = out or os.path.splitext(options.files[0])[0] + ".html"
+        if out is None and files[0] == "-":
+            return _refuse("a page of what is read from standard input needs a name: add -o OUT")
+        out = out or os.path.splitext(files[0])[0] + ".html"
     elif options.json:
         text = json.dumps([finding.to_dict() for _, finding in read], indent=2, allow_nan=False) + "\n"
     else:
-        text = _texts(options.files, read)
+        text = _texts(files, read)
     if out is None:
-        print(text, end="")
-    elif os.path.realpath(out) in map(os.path.realpath, options.files):
+        try:
+            print(text, end="", flush=True)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # python would try once more at its end
+            return _refuse(f"cannot write to standard output: {error.strerror or error}")
+    elif os.path.realpath(out) in map(os.path.realpath, files):
         return _refuse(f"{out!r} is read and would be written: name another file with -o")
     else:
         try:

@@ -11,8 +11,10 @@ from collections.abc import Callable
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
+from . import closing
 from .errors import NonFiniteError, enabled
 from .program import CannotRun, Program
+from .word import Word
 
 if TYPE_CHECKING:
     from .finding import Finding
@@ -29,9 +31,10 @@ class Launch:
         options: those of `nanhunt.watch` that do not belong to one model.
         report: a folder (JSON and page), or a file that ends in .json or .html; None for no report.
         quiet: say nothing on stderr at the end.
+        word: the file of `Word`, of a process that was started by one under watch.
     """
 
-    def __init__(self, *, options: dict[str, Any], report: str | None, quiet: bool) -> None:
+    def __init__(self, *, options: dict[str, Any], report: str | None, quiet: bool, word: str | None = None) -> None:
         self.roots: Roots | None = None
         self._options, self._quiet = options, quiet
         self._report = None if report is None else os.path.abspath(report)  # the program may change its folder
@@ -41,6 +44,9 @@ class Launch:
         self._unwritten: set[str] = set()
         self._ended = self._shown = False
         self._failure: str | None = None
+        self._word = Word(word)
+        self._program = ""
+        self._has_children = False
 
     # --- the program ------------------------------------------------------------------------------
 
@@ -54,6 +60,7 @@ class Launch:
         """
         if enabled():
             self.board()
+        self._program = " ".join([*(["-m"] if program.how == "module" else []), program.what, *program.args])
         end: SystemExit | None = None
         try:
             try:
@@ -82,6 +89,11 @@ class Launch:
                 when.pop(name)(sys.modules[name])
         if when:
             sys.meta_path.insert(0, _Import(when))
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_parent=self._begets)
+
+    def _begets(self) -> None:
+        self._has_children = True
 
     def _torch_came(self, torch: ModuleType) -> None:
         try:
@@ -98,10 +110,11 @@ class Launch:
     def _pass_on(self, spawn: ModuleType) -> None:
         """Children that are not forked start afresh: let those that import torch watch their own models."""
         prepare: Callable[[str], dict[str, Any]] = vars(spawn)["get_preparation_data"]
-        given = {"options": self._options, "report": self._report, "quiet": self._quiet}
+        given = {"options": self._options, "report": self._report, "quiet": self._quiet, "word": self._word.path}
 
         @functools.wraps(prepare)
         def prepared(name: str) -> dict[str, Any]:
+            self._begets()
             return {**prepare(name), "nanhunt": _Stowaway(given)}
 
         setattr(spawn, "get_preparation_data", prepared)  # noqa: B010  (a module, for mypy)
@@ -129,8 +142,12 @@ class Launch:
             self._ended = True
             self.roots.stop(error)
 
+    def _of_children(self) -> list[str]:
+        """What the child processes of this one have found until now, in words."""
+        return self._word.heard() if os.getpid() == self._process else []
+
     def _failed(self) -> bool:
-        return self.roots is not None and self.roots.finding is not None
+        return bool(self._of_children()) or (self.roots is not None and self.roots.finding is not None)
 
     def _print_as_python_does(self, error: BaseException) -> None:
         """Have python print the exception, without the frames that are ours, and speak after it."""
@@ -155,8 +172,10 @@ class Launch:
         if roots is None:
             return
         count = len(roots.findings)
-        if finding is roots.finding or count & (count - 1) == 0:
-            self._write()
+        written = self._write() if finding is roots.finding or count & (count - 1) == 0 else []
+        if finding.handled is None and os.getpid() != self._process:
+            at = f": {written[0]}" if written else ""
+            self._word.leave(f"a child process ({self._name()}) found: {finding.title()}{at}")
         if finding is roots.finding and os.getpid() != self._process and self._options["on_hit"] == "record":
             self._say(finding.title())  # a child process has no end that we see
 
@@ -169,25 +188,25 @@ class Launch:
             self._say(line)
 
     def _summary(self) -> list[str]:
+        children = self._of_children()
         if self._failure is not None:
-            return [self._failure]
+            return [self._failure, *children]
         roots = self.roots
         if roots is None:
-            return ["the program did not import torch, so there was nothing to watch"] if enabled() else []
-        said = _watched(roots)
+            nothing = ["the program did not import torch, so there was nothing to watch"] if enabled() else []
+            return children or nothing
+        said = closing.watched(roots, alone=not children and not self._has_children)
         if roots.watched and roots.finding is None:
-            handled = len(roots.findings)
-            said += f", no fault ({handled} recorded that {'is' if handled == 1 else 'are'} none)" if handled else ""
-            said += "" if handled else ", nothing found"
-        lines = [said]
+            said += f", {closing.nothing(roots)}" + (" in this process" if children else "")
+        lines = [said, *children]
         if roots.finding is not None and not self._shown:
-            lines.append(roots.finding.title() + _of_model(roots))
+            lines.append(roots.finding.title() + closing.of_model(roots))
             if self._report is None:
                 lines.append("for the page about it, run it again with -o report")
         faults = sum(finding.handled is None for finding in roots.findings)
         if faults > 1:
             lines.append(f"{faults} faults were recorded, the first is told here")
-        return lines + [f"not watched: {what}" for what in _unwatched(roots)]
+        return lines + [f"not watched: {what}" for what in closing.unwatched(roots)]
 
     def _say(self, line: str) -> None:
         if self._quiet or sys.stderr is None:
@@ -210,7 +229,7 @@ class Launch:
         written = []
         for path in self._paths(self._report):
             try:
-                written.append(str(write_whole(path, _text(path, roots))))
+                written.append(str(write_whole(path, closing.written(path, roots, self._program))))
             except Exception as error:
                 if path not in self._unwritten and sys.stderr is not None:
                     print(f"nanhunt: error: cannot write the report {path!r}: {error}", file=sys.stderr)
@@ -220,7 +239,7 @@ class Launch:
     def _paths(self, report: str) -> list[str]:
         stem, kind = os.path.splitext(report)
         name = self._name()
-        stem, kinds = (stem, [kind]) if is_file(report) else (os.path.join(report, NAME), [".json", ".html"])
+        stem, kinds = (stem, [kind]) if closing.is_file(report) else (os.path.join(report, NAME), [".json", ".html"])
         return [f"{stem}.{name}{kind}" if name else stem + kind for kind in kinds]
 
     def _name(self) -> str:
@@ -235,11 +254,6 @@ class Launch:
         if os.getpid() != self._process:
             parts.append(f"pid{os.getpid()}")
         return ".".join(parts)
-
-
-def is_file(report: str) -> bool:
-    """Whether a report goes into one file of this name, and not into a folder."""
-    return not os.path.isdir(report) and report.endswith((".json", ".html"))
 
 
 def join(given: dict[str, Any]) -> None:
@@ -287,46 +301,6 @@ class _Import:
 
         loader.exec_module = then  # on this one object: whoever asks the module for its loader gets the real one
         return spec
-
-
-def _watched(roots: Roots) -> str:
-    """`watched 1 model (GPT2LMHeadModel), 120 steps`"""
-    watched = roots.watched
-    if not watched:
-        return "no module was called, so nothing was watched"
-    models = list(dict.fromkeys(one.model for one in watched))
-    names = ", ".join(models[:4]) + (", ..." if len(models) > 4 else "")
-    steps, calls = max(one.steps for one in watched), sum(one.calls for one in watched)
-    did = f"{steps} step{'s' * (steps != 1)}" if steps else f"{calls} call{'s' * (calls != 1)}"
-    return f"watched {len(watched)} model{'s' * (len(watched) != 1)} ({names}), {did}"
-
-
-def _of_model(roots: Roots) -> str:
-    """Which of several models a fault was found in: the names of modules are those of one model."""
-    if roots.finding not in roots.findings or len(roots.watched) < 2:
-        return ""
-    return f" (model {roots.models[roots.findings.index(roots.finding)]})"
-
-
-def _unwatched(roots: Roots) -> list[str]:
-    """The same in the words of the command line."""
-    return [what.replace('compiled="eager"', "--compiled eager") for what in roots.unwatched]
-
-
-def _text(path: str, roots: Roots) -> str:
-    import dataclasses
-    import json
-
-    told = {"unwatched": _unwatched(roots)} if roots.unwatched else {}
-    findings = [
-        dataclasses.replace(one, context={**one.context, "model": model, **told})
-        for one, model in zip(roots.findings, roots.models, strict=True)
-    ]
-    if path.endswith(".html"):
-        from .report.html import pages
-
-        return pages(findings)
-    return json.dumps([one.to_dict() for one in findings], indent=2, allow_nan=False) + "\n"
 
 
 def _rank() -> tuple[int | None, bool]:

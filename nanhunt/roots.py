@@ -207,11 +207,11 @@ class Roots:
 
         Where even such ones have had short lives, more calls are asked for: watches stay rare among calls.
         """
-        calls = self._calls[id(module)] = self._calls[id(module)] + 1
+        calls = self._calls[id(module)] = self._calls.get(id(module), 0) + 1
         short = self._brief.get(_class(module), 0) - _TIRED
-        return self._newcomer(module) if calls >= _PROOF << min(max(short, 0), _DOUBLED) else None
+        return self._newcomer(module, proven=True) if calls >= _PROOF << min(max(short, 0), _DOUBLED) else None
 
-    def _newcomer(self, module: nn.Module) -> Watch | None:
+    def _newcomer(self, module: nn.Module, *, proven: bool = False) -> Watch | None:
         """The watch of a module that nobody knows and that no other module calls; None where none is to begin."""
         if any(id(module) in one._observer.names.modules for one in watcher._active):
             return None  # the program's own watch
@@ -227,16 +227,15 @@ class Roots:
         if not self._lock.acquire(timeout=1.0):
             return None
         try:
-            return self._begin(module) if self._handle is not None else None
+            return self._begin(module, proven) if self._handle is not None else None
         finally:
             self._lock.release()
 
-    def _begin(self, module: nn.Module) -> Watch | None:
+    def _begin(self, module: nn.Module, proven: bool) -> Watch | None:
         name = _class(module)
-        waited = self._calls.pop(id(module), 0)
-        if waited or self._brief.get(name, 0) < _TIRED:
+        if proven or self._brief.get(name, 0) < _TIRED:
             self._sweep()
-        if not waited and self._brief.get(name, 0) >= _TIRED:
+        if not proven and self._brief.get(name, 0) >= _TIRED:
             why = f"{_TIRED} were watched, and later ones only once they had been called a few times"
             self._refuse(module, name, f"made anew again and again: {why}")
             self._calls[id(module)] = 1
@@ -278,6 +277,7 @@ class Roots:
         for part in module.modules():
             known = self._known.get(id(part))
             before = known[1] if known is not None and known[0]() is part else ()
+            self._calls.pop(id(part), None)  # of what has stood at this address before
             self._known[id(part)] = weakref.ref(part), before if one is None else (*before, one)
 
     def _keep(self, name: str, keep: Callable[[Finding], None], finding: Finding) -> None:

@@ -97,6 +97,8 @@ pytest_trial
 pytest_plugin
 demo
 program
+closing
+word
 launcher
 arguments
 cli

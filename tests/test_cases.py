@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import nanhunt
+from nanhunt import cli
 
 CASES = pathlib.Path(__file__).resolve().parents[1].parent / "shared" / "cases"
 FILES = sorted(CASES.glob("forward/*.py")) + sorted(CASES.glob("training/*.py"))
@@ -83,3 +84,23 @@ def test_module_level(path: pathlib.Path, defer: bool) -> None:
     assert fields["module"] is not False, finding.title()
     if path.stem not in KIND_ONLY_INSIDE:
         assert fields["kind"] is not False, finding.title()
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_every_finding_can_be_shown(path: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """As a page for a terminal, as one for a browser, as JSON and back, through the command line."""
+    _, _, expect, run = _case(path)
+    finding = _locate(run, on_hit="record", detail="auto")
+    if expect is None:
+        assert finding is None
+        return
+    assert finding is not None
+    file = tmp_path / "finding.json"
+    file.write_text(finding.to_json())
+    assert cli.main(["show", str(file)]) == 1
+    assert cli.main(["show", "--json", str(file)]) == 1
+    assert cli.main(["show", "--html", str(file)]) == 1
+    page = (tmp_path / "finding.html").read_text()
+    assert "<svg" in page and len(page) < 500_000
+    assert nanhunt.Finding.from_json(file.read_text()) == finding
+    assert all(isinstance(value, float) for value in finding.scalars().values())

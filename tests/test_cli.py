@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -173,7 +174,39 @@ def test_show_refuses_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.Ca
     path = str(tmp_path / "gone.json")
     assert (out, err) == ("", f"nanhunt: error: cannot read {path!r}: No such file or directory\n")
     assert cli.main(["show", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"nanhunt: error: cannot read {str(tmp_path)!r}: Is a directory\n"
+    message = f"nanhunt: error: {str(tmp_path)!r} is a folder without a .json file in it: name a file of findings\n"
+    assert capsys.readouterr().err == message
+
+
+def test_show_reads_a_folder_of_reports_a_byte_order_mark_and_standard_input(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a folder the files that the launcher writes, and where there are none, all JSON of it."""
+    text = FAULT.to_json()
+    for name in ("finding.json", "finding.rank1.json"):
+        (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    (tmp_path / "other.json").write_text("{}")
+    assert cli.main(["show", "--json", str(tmp_path)]) == 1
+    assert len(json.loads(capsys.readouterr().out)) == 2
+    for name in ("finding.json", "finding.rank1.json"):
+        (tmp_path / name).unlink()
+    (tmp_path / "other.json").write_text(text)
+    assert cli.main(["show", str(tmp_path)]) == 1
+    assert capsys.readouterr().out == f"{FAULT}\n"
+    for args, code in (([], 1), (["--html"], 2), (["--html", "-o", str(tmp_path / "page.html")], 1)):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+        assert cli.main(["show", *args, "-"]) == code
+    assert "needs a name: add -o OUT" in capsys.readouterr().err
+    assert (tmp_path / "page.html").is_file()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no such device here")
+def test_show_onto_a_full_device_is_an_error_without_a_traceback(saved: dict[str, str]) -> None:
+    for form in ("", "--json "):
+        ran = python("-c", f"import os; os._exit(os.system({sys.executable + ' -m nanhunt show ' + form!r} + "
+                     f"{saved['fault'] + ' > /dev/full'!r}) >> 8)")  # fmt: skip
+        assert (ran.returncode, ran.stdout) == (2, "")
+        assert ran.stderr == "nanhunt: error: cannot write to standard output: No space left on device\n"
 
 
 def test_show_survives_a_reader_that_stops_and_a_terminal_without_the_letters(tmp_path: Path) -> None:
@@ -313,14 +346,47 @@ def test_the_switch_is_obeyed_and_checked_by_the_demo() -> None:
         (["-m", "nanhunt_gone.x"], r"No module named nanhunt_gone\.x .*"),
         (["-m", "nanhunt.report"], r"No module named nanhunt\.report\.__main__; 'nanhunt\.report' is a package .*"),
         (["{folder}"], r"can't find '__main__' module in '.*'"),
-        (["-o", "{folder}/a.txt", "x.py"], r"cannot write a report to '.*a\.txt': name a folder, or a file that .*"),
+        (["-o", "{folder}/a.txt", "x.py"], r"cannot write a report to '.*a\.txt': name a file that ends in \.json .*"),
+        (["-o", "{folder}/new.txt", "x.py"], r"cannot write a report to '.*new\.txt': .* or a folder, which gets both .*"),
+        (["-o", "{folder}/a.txt/x", "x.py"], r"cannot write into '.*x': Not a directory"),
+        (["-o", "{folder}/a.txt/x.json", "x.py"], r"cannot write into '.*a\.txt': it is a file, name a folder"),
+        (["-o", "/proc/nanhunt", "x.py"], r"cannot write into '/proc/nanhunt': No such file or directory"),
     ],
 )
 def test_what_cannot_be_run_is_refused_with_2(tmp_path: Path, args: list[str], message: str) -> None:
     (tmp_path / "a.txt").write_text("")
+    if "/proc/nanhunt" in args and not os.path.isdir("/proc/1"):
+        pytest.skip("no such folder here")
     ran = run(*[arg.replace("{folder}", str(tmp_path)) for arg in args])
     assert (ran.returncode, ran.stdout) == (2, "")
     assert re.fullmatch(f"nanhunt: error: {message}\n", ran.stderr)
+
+
+@pytest.mark.parametrize("name", ["new", "new.d/", "old.d", "found.json"])
+def test_where_a_report_goes(tmp_path: Path, name: str) -> None:
+    """A folder without a suffix, with a separator, or one that is there; an old file stands until a run has ended."""
+    (tmp_path / "old.d").mkdir()
+    (tmp_path / "found.json").write_text("old")
+    code = f"print(open({str(tmp_path / 'found.json')!r}).read()); import torch"
+    ran = run("-q", "-o", f"{tmp_path}/{name}", "-c", code)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "old\n", "")
+    file = tmp_path / name if name == "found.json" else tmp_path / name / "finding.json"
+    assert json.loads(file.read_text()) == []
+
+
+@pytest.mark.parametrize("kind", ["html", "json"])
+def test_the_suffix_decides_what_the_demo_saves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    from nanhunt import demo
+
+    monkeypatch.delenv("NANHUNT", raising=False)
+    monkeypatch.setattr(demo, "run", lambda **options: FAULT)
+    path = tmp_path / f"d.{kind}"
+    assert cli.main(["demo", "--save", str(path)]) == 0
+    assert capsys.readouterr().out == f"saved in {path}\n"
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith("<!DOCTYPE html>") if kind == "html" else Finding.from_json(text) == FAULT
 
 
 def test_a_word_of_ours_wins_over_a_script_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,6 +403,9 @@ def test_a_word_of_ours_wins_over_a_script_of_that_name(tmp_path: Path, monkeypa
         (["-q", "--steps", "1:2", "-m", "x", "-q"], ["-q", "--steps=1:2"], "module", "x", ("-q",)),
         (["-mx.y", "a"], [], "module", "x.y", ("a",)),
         (["-o", "out", "-c", "pass"], ["-oout"], "code", "pass", ()),
+        (["-qo", "out", "t.py"], ["-q", "-oout"], "script", "t.py", ()),
+        (["-qoout", "t.py"], ["-qoout"], "script", "t.py", ()),
+        (["-qq", "t.py"], ["-qq"], "script", "t.py", ()),
         (["--kinds", "-inf", "-", "-"], ["--kinds=-inf"], "script", "-", ("-",)),
         (["--detail=op", "--", "-odd.py", "--"], ["--detail=op"], "script", "-odd.py", ("--",)),
     ],

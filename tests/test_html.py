@@ -360,8 +360,17 @@ def test_no_finding_is_a_page_too() -> None:
 
 
 def test_titles_are_one_for_each() -> None:
-    with pytest.raises(ValueError, match="shorter"):
+    with pytest.raises(nanhunt.UsageError, match="1 titles for 2 findings: give one title for each, or none at all"):
         pages([real("input"), real("state")], ["one"])
+    with pytest.raises(nanhunt.UsageError, match="2 titles for 1 findings"):
+        pages([real("input")], ["one", "two"])
+
+
+def test_notes_stand_below_the_heading_and_within_the_room() -> None:
+    reader = read(pages([], notes=["python -m nanhunt <train>.py", "watched 3 models (Net), 5 steps, nothing found"]))
+    at = [reader.text.index(said) for said in ("No finding", "python -m nanhunt <train>.py")]
+    assert at == sorted(at) and "watched 3 models (Net), 5 steps, nothing found" in reader.text
+    assert len(pages([real("input")] * 40, notes=["x" * 1000] * 30).encode()) < 500_000
 
 
 def test_a_hundred_findings_stay_on_a_page_of_bounded_size() -> None:

@@ -415,7 +415,7 @@ def test_children_that_call_models_are_watched_and_what_is_not_watched_is_told(t
     """A spawned child watches its own, and does not run the launcher again; a compiled function runs unwatched."""
     (tmp_path / "many.py").write_text(CHILDREN)
     ran = run(["--on-hit", "record", "-o", "report", "many.py", "a"], tmp_path)
-    assert ran.returncode == 0, ran.stderr
+    assert ran.returncode == 1, ran.stderr
     assert ran.stdout == "parent\nchild __mp_main__ ['many.py', 'a']\n"
     names = [path.name for path in (tmp_path / "report").glob("*.json") if ".pid" in path.name]
     assert len(names) == 1
@@ -424,6 +424,82 @@ def test_children_that_call_models_are_watched_and_what_is_not_watched_is_told(t
     pid = names[0].removeprefix("finding.pid").removesuffix(".json")
     assert f"nanhunt [pid{pid}]: input already held a nan" in ran.stderr
     assert "not watched: code under torch.compile" in ran.stderr and "ask for --compiled eager to have" in ran.stderr
+    path = tmp_path / "report" / names[0]
+    assert told(ran)[1:3] == [
+        "nothing was watched",
+        f"a child process (pid{pid}) found: input already held a nan when the model was called, step 0: {path}",
+    ]
+
+
+OFFSPRING = """\
+import multiprocessing, sys, tempfile, os, time
+
+def work(bad):
+    import torch
+    from torch import nn
+    try:
+        nn.Linear(4, 2)(torch.full((2, 4), float("nan" if bad else "1")))
+    except FloatingPointError:
+        if sys.argv[3] == "swallow":
+            return
+        raise
+
+if __name__ == "__main__":
+    os.environ["TMPDIR"] = os.getcwd()
+    assert tempfile.gettempdir() == os.getcwd()
+    if sys.argv[2] == "torch":
+        import torch
+    context = multiprocessing.get_context(sys.argv[1])
+    children = [context.Process(target=work, args=(bad,)) for bad in (sys.argv[3] != "well", False)]
+    for one in children:
+        one.start()
+    for one in children:
+        one.join()
+"""
+
+
+@pytest.mark.parametrize("how", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize(("torch", "end"), [("torch", "raise"), ("none", "swallow"), ("torch", "well")])
+def test_a_fault_of_a_child_is_told_by_its_parent_and_decides_the_exit_code(
+    tmp_path: Path, how: str, torch: str, end: str
+) -> None:
+    """Whether the child died of it or went on; the parent itself need not have imported torch."""
+    (tmp_path / "many.py").write_text(OFFSPRING)
+    (tmp_path / "tmp").mkdir()
+    ran = run(["many.py", how, torch, end], tmp_path, TMPDIR=str(tmp_path / "tmp"))
+    assert ran.returncode == (0 if end == "well" else 1), ran.stderr
+    summary = " ".join(told(ran))
+    found = re.findall(r"a child process \(pid\d+\) found: input already held a nan", summary)
+    assert len(found) == (end != "well")
+    assert "no module was called, so nothing was watched" not in summary
+    if torch == "torch":
+        assert "no module was called in this process, so nothing was watched" in summary
+    assert ("did not import torch" in summary) is False
+    assert list((tmp_path / "tmp").glob("nanhunt-*")) == []
+
+
+BRIEF = """\
+import torch
+from torch import nn
+for _ in range(40):
+    nn.Softmax(-1)(torch.ones(2))
+nn.Linear(2, 2)(torch.ones(2))
+"""
+
+
+def test_nothing_found_is_said_of_what_was_watched_alone(tmp_path: Path) -> None:
+    ran = run(["-o", "page.html", "-c", BRIEF], tmp_path)
+    assert told(ran)[0] == "watched 17 models (Softmax, Linear), 17 calls, nothing found in what was watched"
+    assert told(ran)[1].startswith("not watched: Softmax: made anew again and again: 16 were watched")
+    page = (tmp_path / "page.html").read_text()
+    assert "No finding" in page and "nothing found in what was watched" in page and "not watched: Softmax" in page
+
+
+def test_the_page_of_a_healthy_run_says_what_was_run_and_watched(train: Path) -> None:
+    run(["-o", "page.html", "train.py", "healthy"], train)
+    page = (train / "page.html").read_text()
+    for said in ("python -m nanhunt train.py healthy", "watched 1 model (Sequential), 5 steps, nothing found"):
+        assert said in page
 
 
 RANKS = """\

@@ -300,6 +300,43 @@ def test_modules_made_by_the_thousand_cost_a_bounded_number_of_watches(monkeypat
     assert f"{LIMIT} models are watched at a time" in hunt.unwatched[1]
 
 
+@pytest.mark.parametrize("calls", [2, 3, 8])
+def test_a_tired_class_is_watched_again_from_the_third_call_of_an_instance_on(calls: int) -> None:
+    """Sixteen heads that live for one call must not hide the model that is trained after them."""
+    with Roots(on_hit="record") as hunt:
+        for _ in range(roots._TIRED):
+            nn.Sequential(nn.Linear(4, 2))(torch.randn(2, 4))
+        model = nn.Sequential(nn.Linear(4, 2))
+        train(model, calls - 1)
+        train(model, 1, BAD)
+    assert (hunt.finding is not None) == (calls > 2)
+    assert len(hunt.watched) == roots._TIRED + (calls > 2)
+    assert [text.split(":")[0] for text in hunt.unwatched] == ["Sequential"]
+    assert "16 were watched, and later ones only once they had been called a few times" in hunt.unwatched[0]
+
+
+def test_instances_that_are_called_a_few_times_each_cost_a_watch_less_and_less_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = []
+    monkeypatch.setattr(roots, "watch", lambda *a, **k: made.append(1) or nanhunt.watch(*a, **k))
+    with Roots() as hunt:
+        for _ in range(300):
+            one = nn.Softmax(-1)
+            for _ in range(5):
+                one(torch.randn(2, 2))
+        # The first that proved itself was short-lived, too, which is noticed with the second: then more is asked for.
+        assert len(made) == roots._TIRED + 2
+        for _ in range(60):
+            one(torch.randn(2, 2))
+        assert hunt.watched[-1].calls == 60
+        del one
+        nn.Linear(2, 2)(torch.randn(2, 2))  # the search for the dead comes with the next newcomer
+        again = nn.Softmax(-1)
+        again(torch.randn(2, 2))  # one that has lived long makes the class a trusted one
+    assert [told.calls for told in hunt.watched[-2:]] == [1, 1] and hunt.watches[-1].model is again
+
+
 def test_models_of_one_class_that_are_trained_one_after_the_other_are_all_watched() -> None:
     """A search over hyperparameters is no churn."""
     with Roots() as hunt:

@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import secrets
+import sys
+import tempfile
 from pathlib import Path
 
 from ..errors import UsageError
@@ -40,22 +42,72 @@ def write_whole(path: str | os.PathLike[str], text: str) -> Path:
     return target
 
 
-def read_findings(path: str | os.PathLike[str]) -> list[Finding]:
-    """The findings of a file: one, a list of them, or one on each line."""
+def try_folder(folder: str | os.PathLike[str]) -> None:
+    """Make a folder that will be written to, and see that it can be: before the work whose results go there.
+
+    Raises:
+        UsageError: when it cannot be made or written to, with the reason.
+    """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder, prefix=".nanhunt-"):
+            pass
+    except FileExistsError:
+        raise UsageError(f"cannot write into {str(folder)!r}: it is a file, name a folder") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot write into {str(folder)!r}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def try_file(path: str | os.PathLike[str]) -> None:
+    """The same of a file that `write_whole` will write; what it holds now stays.
+
+    Raises:
+        UsageError: when it cannot be written, with the reason.
+    """
+    target = Path(os.path.realpath(path))
+    if target.is_dir():
+        raise UsageError(f"cannot write to {str(path)!r}: it is a folder; name a file in it")
+    if target.exists() and not target.is_file():  # /dev/stdout, a pipe
+        if not os.access(target, os.W_OK):
+            raise UsageError(f"cannot write to {str(path)!r}: permission denied")
+        return
+    try_folder(target.parent)
+
+
+def in_folder(folder: str) -> list[str]:
+    """The files of findings in a folder of reports, as the launcher, the callbacks and pytest write them.
+
+    Raises:
+        UsageError: when there is none.
+    """
+    there = sorted(path for path in Path(folder).glob("*.json") if path.is_file())
+    if not there:
+        raise UsageError(f"{folder!r} is a folder without a .json file in it: name a file of findings")
+    return [str(path) for path in there if path.name.startswith("finding")] or [str(path) for path in there]
+
+
+def read_findings(path: str | os.PathLike[str]) -> list[Finding]:
+    """The findings of a file: one, a list of them, or one on each line; `-` is standard input.
+
+    Raises:
+        UsageError: when it holds none, or something else.
+        OSError: when it cannot be read.
+    """
+    try:
+        data = sys.stdin.buffer.read() if str(path) == "-" else Path(path).read_bytes()
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(f"{str(path)!r} holds no nanhunt findings: it is not text") from error
     try:
         try:
-            data = json.loads(text)
+            read = json.loads(text)
         except ValueError:
-            data = [json.loads(line) for line in text.splitlines() if line.strip()]
+            read = [json.loads(line) for line in text.splitlines() if line.strip()]
     except ValueError as error:
         raise UsageError(f"{str(path)!r} holds no nanhunt findings: it is not JSON ({error})") from error
     if not text.strip():
         raise UsageError(f"{str(path)!r} holds no nanhunt findings: it is empty")
     try:
-        return [Finding.from_dict(item) for item in (data if isinstance(data, list) else [data])]
+        return [Finding.from_dict(item) for item in (read if isinstance(read, list) else [read])]
     except UsageError as error:
         raise UsageError(f"{str(path)!r}: {error}") from error
