@@ -204,7 +204,7 @@ def _texts(files: list[str], read: list[tuple[str, Finding]]) -> str:
     from .report.text import page
 
     if not read:
-        return f"no finding in {', '.join(files)}\n"
+        return f"no finding in {', '.join('standard input' if name == '-' else name for name in files)}\n"
     said = []
     for at, (name, finding) in enumerate(read, 1):
         heading = f"{'' if at == 1 else chr(10)}{at} of {len(read)}: {name}\n\n" if len(read) > 1 else ""

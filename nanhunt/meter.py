@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from . import hooks, internals, probe
+from .headroom import Peak
 from .naming import type_name, walk
-from .ranges import Peak, Range
+from .ranges import Range
 
 
 class _Row:

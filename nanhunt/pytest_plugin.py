@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -13,11 +14,13 @@ import pytest
 from . import pytest_settings as asked
 from .errors import NonFiniteError, UsageError, enabled
 from .finding import Finding
-from .pytest_reports import Tally, save, shorten, shown, without_machinery, without_pages
+from .pytest_reports import Tally, save, save_shortage, shorten, shown, without_machinery, without_pages
 from .pytest_trial import Hunting, Place, Trial
 from .ranges import RangesChanged
+from .report.files import try_folder
 
 _SESSION = pytest.StashKey[asked.Settings]()
+_WRITES = pytest.StashKey[bool]()  # reports were asked for, and not only by an ini file for the runs that use it
 _TRIAL = pytest.StashKey[Trial]()
 _SHOWN = 3  # findings of one test that become sections
 
@@ -72,25 +75,47 @@ def _argument(name: str) -> Any:
     return read
 
 
+def _ini(config: pytest.Config, name: str) -> Any:
+    """A value of the ini file. What pytest itself refuses, such as a boolean that is none, it calls by no name."""
+    try:
+        return config.getini(name)
+    except (pytest.UsageError, TypeError, ValueError) as error:
+        legal = ": use true or false" if name == asked.ini("on") else ""
+        raise UsageError(f"{name} in the ini file: {error}{legal}") from None
+
+
 def pytest_configure(config: pytest.Config) -> None:
     arguments = ", ".join(f"{name}=..." for name in asked.NAMES if name not in asked.NOT_IN_MARKERS)
     config.addinivalue_line("markers", _MARKER.format(arguments=arguments))
     here, home = config.invocation_params.dir, config.inipath.parent if config.inipath else config.rootpath
     try:
         enabled()
-        above = asked.of_command_line(config.getoption).over(asked.of_environment(os.environ))
-        session = above.inside(here).over(asked.of_ini(config.getini).inside(home))
+        line = asked.of_command_line(config.getoption)
+        above = line.over(asked.of_environment(os.environ))
+        session = above.inside(here).over(asked.of_ini(functools.partial(_ini, config)).inside(home))
     except UsageError as error:
         raise pytest.UsageError(str(error)) from None
     config.stash[_SESSION] = session
-    config.pluginmanager.register(_End(session, here), "nanhunt-end")
+    config.stash[_WRITES] = enabled() and session.report is not None and bool(session.on or above.report)
+    idle = [asked.flag(name) for name in asked.NAMES if name != "on" and getattr(line, name) is not None]
+    config.pluginmanager.register(_End(session, here, idle), "nanhunt-end")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """A folder that reports cannot go to ends the run before its tests, and not in one of them."""
+    report = session.config.stash[_SESSION].report
+    if report is not None and session.config.stash[_WRITES] and not session.config.getoption("collectonly"):
+        try:
+            try_folder(report)
+        except UsageError as error:
+            raise pytest.UsageError(f"{asked.flag('report')}: {error}") from None
 
 
 class _End:
     """Counts the reports of all tests, wherever they ran, and says the last line."""
 
-    def __init__(self, session: asked.Settings, here: Path) -> None:
-        self._tally = Tally()
+    def __init__(self, session: asked.Settings, here: Path, idle: list[str]) -> None:
+        self._tally, self._on, self._idle = Tally(), bool(session.on), idle
         self._folder = None if session.report is None else shown(Path(session.report), here)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -98,6 +123,12 @@ class _End:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         lines = self._tally.lines(self._folder)
+        if not enabled():
+            off = "nanhunt: no test was watched: switched off by NANHUNT=0"
+            lines = [off] if self._on or self._tally.asked else []
+        elif self._idle and self._tally.ran and not (self._on or self._tally.asked):
+            of, s = ", ".join(self._idle), "s" * (len(self._idle) == 1)
+            lines = [f"nanhunt: no test was watched: {of} need{s} --nanhunt, the marker nanhunt or the fixture nanhunt"]
         if lines:
             terminalreporter.section("nanhunt")
         for line in lines:
@@ -185,20 +216,32 @@ def pytest_runtest_makereport(
 
 def _tell(report: pytest.TestReport, trial: Trial, item: pytest.Item, error: BaseException | None) -> None:
     found = trial.faults(error) if report.failed or trial.only_warns else []
+    shortage = trial.shortage if report.failed and report.when == "call" else None
     hunting, folder = trial.hunting, item.config.stash[_SESSION].report
-    told = {
-        "watched": trial.watched or hunting is not None,
+    told: dict[str, Any] = {
+        "asked": trial.asked or hunting is not None,
+        "watched": trial.watched or (hunting is not None and enabled()),
         "titles": [finding.title() for finding in found],
+        "close": shortage is not None,
         "files": 0,
+        "unsaved": "",
         "written": hunting.written if hunting is not None else [],
         "unwatched": trial.unwatched(),
     }
     for finding in found[:_SHOWN]:
         report.sections.append(("nanhunt", str(finding)))
-    if found:
-        item.user_properties.append(("nanhunt", found[0].title()))
-        if folder is not None:
-            told["files"] = len(save(Path(folder), item.nodeid, found))
+    if shortage is not None:
+        report.sections.append(("nanhunt", shortage.page()))
+    if found or shortage is not None:
+        item.user_properties.append(("nanhunt", found[0].title() if found else str(trial.failure)))
+    if folder is not None:
+        try:
+            if found:
+                told["files"] += len(save(Path(folder), item.nodeid, found))
+            if shortage is not None:
+                told["files"] += bool(save_shortage(Path(folder), item.nodeid, shortage))
+        except Exception as failure:  # a full disk must not cost the failures of this test and of those after it
+            told["unsaved"] = str(getattr(failure, "strerror", None) or failure)
     if isinstance(error, NonFiniteError):
         shorten(report.longrepr, error.finding.title(), whole=False)
     elif isinstance(error, RangesChanged) or (report.failed and trial.failure is not None and report.when == "call"):

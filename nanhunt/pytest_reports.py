@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from .finding import Finding
+from .headroom import Shortage
 from .report.files import write_whole
 from .report.lines import clean
 
@@ -52,6 +53,11 @@ def save(folder: Path, node: str, findings: list[Finding]) -> list[Path]:
         write_whole(folder / f"{name}.html", page(findings[0])),
         write_whole(folder / f"{name}.json", "".join(finding.to_json() + "\n" for finding in findings)),
     ]
+
+
+def save_shortage(folder: Path, node: str, shortage: Shortage) -> Path:
+    """Write the table of numbers that came too close to the limit of a dtype."""
+    return write_whole(folder / f"{file_name(node)}.headroom.txt", shortage.page() + "\n")
 
 
 def shown(path: Path, root: Path) -> str:
@@ -101,24 +107,38 @@ class Tally:
         self._tests: set[str] = set()
         self._watched: set[str] = set()
         self._bad: set[str] = set()
+        self._close: set[str] = set()
+        self._unsaved: dict[str, str] = {}
         self._files = 0
+        self.asked = False  # some test was to be watched
         self._written: list[str] = []
         self._unwatched: dict[str, None] = {}
 
     def take(self, report: Any) -> None:
         """Count the report of one phase of a test."""
-        if report.when == "call":
+        # One that was skipped did not run; one whose set-up has failed did, and nothing of it was watched.
+        if report.when == "call" or (report.when == "setup" and report.failed):
             self._tests.add(report.nodeid)
         told: dict[str, Any] | None = getattr(report, "nanhunt", None)
         if told is None:
             return
-        if told["watched"]:
+        self.asked = self.asked or told["asked"]
+        if told["watched"] and report.when == "call":
             self._watched.add(report.nodeid)
         if told["titles"]:
             self._bad.add(report.nodeid)
+        if told["close"]:
+            self._close.add(report.nodeid)
+        if told["unsaved"]:
+            self._unsaved.setdefault(report.nodeid, told["unsaved"])
         self._files += told["files"]
         self._written += told["written"]
         self._unwatched.update(dict.fromkeys(told["unwatched"]))
+
+    @property
+    def ran(self) -> bool:
+        """True when any test did."""
+        return bool(self._tests)
 
     def lines(self, folder: str | None) -> list[str]:
         """What the end of a run says; nothing where nanhunt was not used."""
@@ -126,9 +146,15 @@ class Tally:
         if self._watched or self._bad:
             tests, watched = len(self._tests | self._bad), len(self._watched | self._bad)
             line = f"nanhunt: {len(self._bad) or 'none'} of {tests} test{'s' * (tests != 1)} made a NaN or Inf"
+            line += " in what was watched" if self._unwatched and not self._bad else ""
+            line += f", {len(self._close)} came too close to the limit of a dtype" if self._close else ""
             if watched != tests:
                 line += f" ({watched} watched)"
             said.append(line + (f"; reports in {folder}" if folder is not None and self._files else ""))
+        if self._unsaved:
+            node, why = next(iter(self._unsaved.items()))
+            more = f" (and {len(self._unsaved) - 1} more)" if len(self._unsaved) > 1 else ""
+            said.append(f"nanhunt: the report of {clean(node)}{more} could not be written: {clean(why)}")
         if self._written:
             files = sorted(set(self._written))
             said.append(f"nanhunt: ranges were written, review them: {', '.join(files)}")

@@ -202,7 +202,11 @@ def of_environment(environ: Mapping[str, str]) -> Settings:
 
 
 def of_ini(value: Callable[[str], Any]) -> Settings:
-    """The settings of the ini file; an empty value says nothing."""
+    """The settings of the ini file; an empty value says nothing.
+
+    Raises:
+        UsageError: for a value that is not legal.
+    """
     given = {name: value(ini(name)) for name in NAMES}
     return _read({name: None if text in ("", []) else text for name, text in given.items()}, ini)
 

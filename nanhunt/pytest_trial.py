@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import NonFiniteError, UsageError, enabled
 from .finding import Finding
+from .headroom import Shortage, close
 from .pytest_reports import faults, file_name, same, shown
 from .pytest_settings import Settings
-from .ranges import Ranges, RangesChanged, close, compared, form_of, parsed, told, written
+from .ranges import Ranges, RangesChanged, compared, form_of, parsed, told, written
 from .report.files import write_whole
 
 if TYPE_CHECKING:
@@ -47,10 +48,11 @@ class Trial:
 
     def __init__(self, settings: Settings, place: Place, *, watched: bool, update: bool) -> None:
         self.settings, self.place, self.update = settings, place, update
-        self.watched = watched and enabled()
+        self.asked, self.watched = watched, watched and enabled()
         self.only_warns = self.watched and settings.on_hit == "warn"
         self.hunting: Hunting | None = None  # what the fixture has given out
         self.failure: str | None = None  # of a test that passed by itself
+        self.shortage: Shortage | None = None
         self._told: list[Finding] = []
         self._roots: Roots | None = None
         self._meter: Meter | None = None
@@ -88,7 +90,8 @@ class Trial:
                 f"{found.title()}\nThe test's own checks have passed; nanhunt watched the models that it called."
             )
         elif self._meter is not None and bits is not None:
-            self.failure = close(self._meter.peaks(), bits, self.settings.dtype, self.settings.allow or ())
+            self.shortage = close(self._meter.peaks(), bits, self.settings.dtype, self.settings.allow or ())
+            self.failure = self.shortage.title() if self.shortage is not None else None
         return self.failure
 
     def faults(self, error: BaseException | None) -> list[Finding]:
@@ -185,6 +188,10 @@ class Hunting:
         if file in self._checked:
             raise UsageError(f"this test has checked ranges under name={name!r} already: give each check its own name")
         self._checked.add(file)
+        for folder in (file.parent.parent, file.parent):
+            if folder.exists() and not folder.is_dir():
+                shown = self._trial.place.shown(folder)
+                raise UsageError(f"{shown} is a file, and ranges are stored in a folder of that name: move it away")
         if not enabled():
             step(*args, **kwargs)
             return None
@@ -210,7 +217,10 @@ class Hunting:
             before = None
         text = written(now, before)
         if text != old:
-            write_whole(file, text)
+            try:
+                write_whole(file, text)
+            except OSError as error:
+                raise UsageError(f"cannot write the ranges to {shown}: {error.strerror or error}") from None
             self.written.append(shown)
 
     def _held(self, now: Ranges, file: Path, bits: float) -> RangesChanged | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import math
 import re
@@ -108,7 +107,7 @@ def written(ranges: Ranges, before: Ranges | None = None) -> str:
     for row in ranges.modules:
         old = stood.get(row.module, row)
         cells = [_cell(_settled(getattr(old, t), getattr(row, t)), form) for t in ("output", "gradient")]
-        lines.append(f"{' '.join(cells)}  {_word(row.type)}  {_path(row.module)}\n")
+        lines.append(f"{' '.join(cells)}  {_word(row.type)}  {path_of(row.module)}\n")
     return "".join(lines)
 
 
@@ -171,7 +170,8 @@ def _word(text: str) -> str:
     return re.sub(r"\s+", "_", text) or "_"
 
 
-def _path(module: str) -> str:
+def path_of(module: str) -> str:
+    """A module's path as messages and files have it, in one word."""
     if not module:
         return _ROOT
     return module if _PLAIN.fullmatch(module) else json.dumps(module)
@@ -194,18 +194,18 @@ def compared(before: Ranges, now: Ranges, bits: float) -> Comparison:
     there = {row.module for row in now.modules}
     lost: list[Loss] = []
     new: list[str] = []
-    gone = [_path(row.module) for row in before.modules if row.module not in there]
+    gone = [path_of(row.module) for row in before.modules if row.module not in there]
     for row in now.modules:
         old = stored.get(row.module)
         if old is None:
-            new.append(_path(row.module))
+            new.append(path_of(row.module))
             continue
         for tensor in ("output", "gradient"):
             was, size = getattr(old, tensor), getattr(row, tensor)
             if was is None and size is not None:
-                new.append(f"the {tensor} of {_path(row.module)}")
+                new.append(f"the {tensor} of {path_of(row.module)}")
             elif was is not None and size is None:
-                gone.append(f"the {tensor} of {_path(row.module)}")
+                gone.append(f"the {tensor} of {path_of(row.module)}")
             elif was is not None:
                 left = room(size, form)
                 smaller = room(was, form) - left
@@ -253,50 +253,6 @@ def _lines(c: Comparison, file: str) -> Iterator[str]:
 
 def _sentence(one: Loss) -> str:
     return (
-        f"{_path(one.module)} ({one.type}): largest {one.tensor} {fmt(one.before)} -> {fmt(one.now)}, "
+        f"{path_of(one.module)} ({one.type}): largest {one.tensor} {fmt(one.before)} -> {fmt(one.now)}, "
         f"{one.bits:.1f} bits lost, {one.left:+.1f} left"
     )
-
-
-# --- headroom alone -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Peak:
-    """The largest finite |number| of one kind of tensor of one module, in the dtype that it had."""
-
-    module: str
-    type: str
-    tensor: str
-    dtype: str
-    size: float
-
-
-def close(peaks: list[Peak], bits: float, dtype: str | None = None, allow: tuple[str, ...] = ()) -> str | None:
-    """The peaks with fewer than `bits` of headroom, in words, the closest first; None when there are none.
-
-    Each is held against its own dtype, or against `dtype` where one is given. `allow` are patterns (`fnmatch`) of
-    module paths that may come closer.
-    """
-    found: list[tuple[float, str]] = []
-    for peak in reversed(peaks):  # of a tensor that several modules hand on, the innermost is named: it came last
-        if any(fnmatch.fnmatchcase(peak.module, pattern) for pattern in allow):
-            continue
-        form = FORMATS.get(dtype or peak.dtype)
-        if form is not None and (left := room(peak.size, form)) < bits:
-            found.append(
-                (
-                    left,
-                    f"{_path(peak.module)} ({peak.type}): largest {peak.tensor} {fmt(peak.size)}, "
-                    f"{left:+.1f} bits of headroom in {form.name}",
-                )
-            )
-    if not found:
-        return None
-    found.sort(key=lambda one: one[0])
-    lines = [f"{found[0][1]}, {bits:g} are asked for" + (f" (and {len(found) - 1} more)" if len(found) > 1 else "")]
-    if len(found) > 1:
-        lines += ["Closest first:", *(f"  {text}" for _, text in found[:_SHOWN])]
-        if len(found) > _SHOWN:
-            lines.append(f"  and {len(found) - _SHOWN} more")
-    return "\n".join(lines)

@@ -236,7 +236,9 @@ class Roots:
         if proven or self._brief.get(name, 0) < _TIRED:
             self._sweep()
         if not proven and self._brief.get(name, 0) >= _TIRED:
-            why = f"{_TIRED} were watched, and later ones only once they had been called a few times"
+            why = (
+                f"{_TIRED} were watched, later ones only once they had been called a few times (steps count from there)"
+            )
             self._refuse(module, name, f"made anew again and again: {why}")
             self._calls[id(module)] = 1
             return None

@@ -40,6 +40,7 @@ update_rules
 causes
 coarse
 ranges
+headroom
 leaves
 internals
 probe

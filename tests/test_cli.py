@@ -347,7 +347,10 @@ def test_the_switch_is_obeyed_and_checked_by_the_demo() -> None:
         (["-m", "nanhunt.report"], r"No module named nanhunt\.report\.__main__; 'nanhunt\.report' is a package .*"),
         (["{folder}"], r"can't find '__main__' module in '.*'"),
         (["-o", "{folder}/a.txt", "x.py"], r"cannot write a report to '.*a\.txt': name a file that ends in \.json .*"),
-        (["-o", "{folder}/new.txt", "x.py"], r"cannot write a report to '.*new\.txt': .* or a folder, which gets both .*"),
+        (
+            ["-o", "{folder}/new.txt", "x.py"],
+            r"cannot write a report to '.*new\.txt': .* or a folder, which gets both .*",
+        ),
         (["-o", "{folder}/a.txt/x", "x.py"], r"cannot write into '.*x': Not a directory"),
         (["-o", "{folder}/a.txt/x.json", "x.py"], r"cannot write into '.*a\.txt': it is a file, name a folder"),
         (["-o", "/proc/nanhunt", "x.py"], r"cannot write into '/proc/nanhunt': No such file or directory"),

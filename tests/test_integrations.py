@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import json
 import logging
 import pickle
@@ -497,9 +498,34 @@ assert transformers.Trainer.train is plain
 def test_a_bad_option_is_refused_before_any_training(options: dict[str, Any], words: str) -> None:
     with pytest.raises(nanhunt.UsageError, match=words.replace("+", r"\+")):
         NanHuntCallback(**options)
-    for name in ("sensitivity", "optimizer"):
-        with pytest.raises(TypeError, match=name):
-            NanHuntCallback(**{name: None})
+    with pytest.raises(
+        nanhunt.UsageError, match="'sensitivity' is no option here: use steps, on_hit, detail, report, "
+    ):
+        NanHuntCallback(sensitivity=1)
+    with pytest.raises(nanhunt.UsageError, match=r"the optimizer is the trainer's, .* leave optimizer= out"):
+        NanHuntCallback(optimizer=None)
+
+
+def test_every_option_of_watch_is_one_of_the_callback() -> None:
+    names = set(inspect.signature(nanhunt.watch).parameters) - {"model", "optimizer", "_defer"}
+    with pytest.raises(nanhunt.UsageError) as refused:
+        NanHuntCallback(colour=1)
+    assert set(str(refused.value).rpartition("use ")[2].split(", ")) == names | {"report"}
+
+
+@pytest.mark.parametrize("options", [{"only": ("transformer.h.*",)}, {"skip": "lm_head"}, {"backward": False}])
+def test_patterns_are_those_of_the_model_that_is_trained(tmp_path: Path, options: dict[str, Any]) -> None:
+    callback = NanHuntCallback(on_hit="record", **options)
+    trainer(tmp_path, callback, fault=Fault(3, "forward")).train()
+    assert callback.finding is not None and callback.finding.module == PLACE
+
+
+def test_a_pattern_that_fits_nothing_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    """Also where the first step that is wanted is far away."""
+    watched = trainer(tmp_path, NanHuntCallback(only=("net.*",), steps=(1000, 1001)))
+    with pytest.raises(nanhunt.UsageError, match=r"only: no module fits 'net\.\*'; there are 'transformer'"):
+        watched.train()
+    assert watched.state.global_step == 0
 
 
 @pytest.mark.filterwarnings("ignore:Using .torch.compile:UserWarning")

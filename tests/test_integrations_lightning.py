@@ -282,6 +282,17 @@ def test_manual_optimization_with_two_optimizers(pl: Any, tmp_path: Path) -> Non
         assert standing(model) == 0
 
 
+def test_patterns_are_those_of_the_module_that_is_trained(pl: Any, tmp_path: Path) -> None:
+    """One that fits nothing is refused when the training begins, and not at the first step that is wanted."""
+    callback = NanHuntCallback(only=("encoder",), on_hit="record")
+    fit(pl, tmp_path, callback, fault=Fault(3, "forward"))
+    assert callback.finding is not None and (callback.finding.module, callback.finding.step) == ("encoder.1", 3)
+    fault = Fault(None, "forward")
+    with pytest.raises(nanhunt.UsageError, match="skip: no module fits 'decoder'; there are 'encoder'"):
+        fit(pl, tmp_path, NanHuntCallback(skip="decoder", steps=(1000, 1001)), fault=fault)
+    assert not [step for step, training, _ in fault.calls if training]
+
+
 def test_every_counts_the_trainers_steps(pl: Any, tmp_path: Path) -> None:
     """Of steps 1 to 5 each third of the training's own count, and no hook between them, whatever runs there."""
     callback, fault = NanHuntCallback(steps=(1, 6), every=3), Fault(None, "forward")

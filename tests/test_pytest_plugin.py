@@ -264,7 +264,12 @@ def test_it():
         "--nanhunt",
     )
     result.assert_outcomes(passed=1)
-    result.stdout.fnmatch_lines(["nanhunt: not watched: code under torch.compile*"])
+    result.stdout.fnmatch_lines(
+        [
+            "nanhunt: none of 1 test made a NaN or Inf in what was watched",
+            "nanhunt: not watched: code under torch.compile*",
+        ]
+    )
 
 
 def test_nothing_is_left_attached(run: Run) -> None:
@@ -381,9 +386,18 @@ def test_headroom_names_the_module_the_number_and_the_bits(run: Run) -> None:
             "FAILED *a_dtype_that_is_named - nanhunt: 1 (Large): largest output 1 000 000, -3.9 bits of headroom *",
         ]
     )
+    result.stdout.fnmatch_lines(["(the model itself)  Sequential  output   20 000      +1.7  float16 *", "What to do"])
     result.stdout.fnmatch_lines(
-        ["  (the model itself) (Sequential): largest output 20 000, +1.7 bits of headroom in float16"]
+        ["nanhunt: none of 5 tests made a NaN or Inf, 2 came too close to the limit of a dtype"]
     )
+
+
+def test_a_shortage_of_headroom_is_written_down_too(run: Run, pytester: pytest.Pytester) -> None:
+    result = run(HEADROOM, "--nanhunt-report=out")
+    result.stdout.fnmatch_lines(["nanhunt: none of 5 tests *, 2 came too close *; reports in out"])
+    files = list((pytester.path / "out").iterdir())
+    assert len(files) == 2 and all(file.name.endswith(".headroom.txt") for file in files)
+    assert any(file.read_text().startswith("1 (Large): largest output 20 000") for file in files)
 
 
 # --- the fixture --------------------------------------------------------------------------------------------
@@ -515,6 +529,9 @@ def test_ranges(nanhunt):
     )
     result.assert_outcomes(passed=4)
     result.stdout.fnmatch_lines(["nanhunt: switched off by NANHUNT=0"])
+    result.stdout.fnmatch_lines(["nanhunt: no test was watched: switched off by NANHUNT=0"])
+    assert "none of" not in result.stdout.str()
+    assert "nanhunt: " not in run("def test_it():\n    pass\n").stdout.str()
 
 
 @pytest.mark.parametrize(
@@ -540,6 +557,106 @@ def test_bad_values_are_refused_with_the_legal_ones(
     result = run(TWO, *args)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines([f"*{message}"])
+
+
+def test_a_boolean_of_the_ini_file_that_is_none_names_its_option(run: Run, pytester: pytest.Pytester) -> None:
+    pytester.makeini("[pytest]\nnanhunt = maybe\n")
+    result = run(TWO)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*nanhunt in the ini file: *'maybe'*: use true or false"])
+
+
+@pytest.mark.parametrize("args", [["--nanhunt-headroom-bits=3"], ["--nanhunt-detail=op", "--nanhunt-report=zz"]])
+def test_options_without_a_test_that_they_are_for_are_told(run: Run, args: list[str]) -> None:
+    result = run(TWO, *args)
+    result.assert_outcomes(passed=2)
+    of = ", ".join(one.partition("=")[0] for one in args)
+    result.stdout.fnmatch_lines([f"nanhunt: no test was watched: {of} need* --nanhunt, the marker nanhunt or *"])
+    assert "no test was watched" not in run(TWO + "\ndef test_uses(nanhunt):\n    pass\n", *args).stdout.str()
+    assert "no test was watched" not in run(TWO, "--nanhunt", *args).stdout.str()
+
+
+ENDS = """
+@pytest.fixture
+def broken():
+    raise ValueError
+
+def test_that_cannot_begin(broken):
+    pass
+
+@pytest.mark.skip
+def test_that_is_left_out():
+    pass
+
+@pytest.fixture
+def breaks_later():
+    yield
+    raise ValueError
+
+def test_that_ends_badly(breaks_later):
+    pass
+"""
+
+
+def test_each_test_counts_once_whatever_part_of_it_fails(run: Run) -> None:
+    """Of these, one has never begun and one was skipped: neither was watched."""
+    result = run(TWO + ENDS, "--nanhunt")
+    result.assert_outcomes(passed=2, failed=1, errors=2, skipped=1)
+    result.stdout.fnmatch_lines(["nanhunt: 1 of 4 tests made a NaN or Inf (3 watched)"])
+
+
+@pytest.mark.parametrize("folder", ["taken", "taken/inside", "/proc/nanhunt"])
+@pytest.mark.parametrize("xdist", [[], ["-n", "1"]])
+def test_a_folder_that_reports_cannot_go_to_is_refused_before_any_test(
+    run: Run, pytester: pytest.Pytester, folder: str, xdist: list[str]
+) -> None:
+    (pytester.path / "taken").write_text("a file")
+    result = run(TWO, "--nanhunt", f"--nanhunt-report={folder}", *(XDIST + xdist if xdist else []))
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"ERROR: --nanhunt-report: cannot write into '*{folder}': *"])
+    assert "INTERNALERROR" not in result.stdout.str() + result.stderr.str()
+    assert "passed" not in result.stdout.str()
+
+
+def test_an_ini_file_with_such_a_folder_is_no_matter_where_nothing_is_watched(
+    run: Run, pytester: pytest.Pytester
+) -> None:
+    pytester.makeini("[pytest]\nnanhunt_report = taken\n")
+    (pytester.path / "taken").write_text("a file")
+    run(TWO).assert_outcomes(passed=2)
+    assert run(TWO, "--nanhunt").ret == pytest.ExitCode.USAGE_ERROR
+
+
+def test_a_report_that_fails_later_is_told_and_costs_no_test(run: Run) -> None:
+    """A folder that goes bad while the tests run."""
+    spoils = """
+def test_spoils():
+    import pathlib
+    pathlib.Path("out").rmdir()
+    pathlib.Path("out").write_text("")
+
+def test_bad_too():
+    model()(BAD)
+"""
+    result = run(spoils + TWO, "--nanhunt", "--nanhunt-report=out")
+    result.assert_outcomes(passed=2, failed=2)
+    result.stdout.fnmatch_lines(
+        [
+            "nanhunt: 2 of 4 tests made a NaN or Inf",
+            "nanhunt: the report of test_it.py::test_bad_too (and 1 more) could not be written: *",
+        ]
+    )
+
+
+def test_a_file_where_ranges_belong_is_told(run: Run, pytester: pytest.Pytester) -> None:
+    (pytester.path / "ranges").write_text("")
+    checks = "def test_it(nanhunt):\n    net = model()\n    nanhunt.check_ranges(net, net, GOOD)\n"
+    for args in ([], ["--nanhunt-update"]):
+        result = run(checks, *args)
+        result.assert_outcomes(failed=1)
+        result.stdout.fnmatch_lines(
+            ["E * ranges is a file, and ranges are stored in a folder of that name: move it away"]
+        )
 
 
 def test_the_words_are_those_of_watch() -> None:

@@ -17,9 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 from nanhunt import hunter, pytest_plugin, rerun, roots
 from nanhunt.errors import UsageError
+from nanhunt.headroom import Peak, close
 from nanhunt.meter import Meter
 from nanhunt.numerics import FORMATS
-from nanhunt.ranges import Peak, Range, Ranges, close, compared, form_of, parsed, room, told, written
+from nanhunt.ranges import Range, Ranges, compared, form_of, parsed, room, told, written
 
 LOADED = (hunter, pytest_plugin, rerun, roots)
 pytest_plugins = ["pytester"]
@@ -144,13 +145,33 @@ def test_peaks_are_held_against_their_own_dtype_or_the_one_that_is_named() -> No
         return Peak(module=module, type="Linear", tensor="output", dtype=dtype, size=size)
 
     peaks = [peak("a", 30000.0, "float16"), peak("b", 30000.0, "bfloat16"), peak("c", 60000.0, "float16")]
-    text = close(peaks, 2.0)
-    assert text is not None and text.splitlines()[0] == (
+    short = close(peaks, 2.0)
+    assert short is not None and short.title() == (
         "c (Linear): largest output 60 000, +0.1 bits of headroom in float16, 2 are asked for (and 1 more)"
     )
     assert close(peaks, 1.0, None, ("c",)) is None
     named = close(peaks, 2.0, "float16")
-    assert named is not None and "(and 2 more)" in named
+    assert named is not None and "(and 2 more)" in named.title()
+
+
+def test_a_shortage_has_a_table_and_says_by_what_factor_and_in_which_dtype_it_ends() -> None:
+    peaks = [
+        Peak(module="a.b", type="Linear", tensor="gradient", dtype="float16", size=30000.0),
+        Peak(module="", type="Net", tensor="output", dtype="float16", size=60000.0),
+    ]
+    short = close(peaks, 2.0)
+    assert short is not None
+    page = short.page().splitlines()
+    assert page[3:6] == [
+        "module              type    tensor    largest  headroom  dtype    its limit",
+        "(the model itself)  Net     output     60 000      +0.1  float16     65 504",
+        "a.b                 Linear  gradient   30 000      +1.1  float16     65 504",
+    ]
+    assert "by a factor of 4" in page[8] and "in bfloat16 or float32" in page[9] and len(page) == 10
+    short = close(peaks[:1], 2.0)
+    assert short is not None
+    advice = short.page().splitlines()[-3:]
+    assert "by a factor of 2: a smaller loss or loss scale" in advice[0] and 'allow="a.b"' in advice[2]
 
 
 # --- the measurement ----------------------------------------------------------------------------------------

@@ -312,7 +312,7 @@ def test_a_tired_class_is_watched_again_from_the_third_call_of_an_instance_on(ca
     assert (hunt.finding is not None) == (calls > 2)
     assert len(hunt.watched) == roots._TIRED + (calls > 2)
     assert [text.split(":")[0] for text in hunt.unwatched] == ["Sequential"]
-    assert "16 were watched, and later ones only once they had been called a few times" in hunt.unwatched[0]
+    assert "16 were watched, later ones only once they had been called a few times" in hunt.unwatched[0]
 
 
 def test_instances_that_are_called_a_few_times_each_cost_a_watch_less_and_less_often(
@@ -385,6 +385,22 @@ def test_each_finding_is_passed_on_before_it_is_raised() -> None:
     with hunt, pytest.raises(NonFiniteError) as stop:
         Net()(BAD)
     assert told == [stop.value.finding]
+
+
+def test_a_warning_that_the_programs_filters_turn_into_an_error_is_its_own_wish() -> None:
+    """It leaves the step as an exception, and is not taken for a failure of the watch; also from the last look."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for opened in (Roots(on_hit="warn"), nanhunt.watch(model := Net(), on_hit="warn")):
+            with pytest.raises(nanhunt.NonFiniteWarning, match="already held a nan"), opened as hunt:
+                (Net() if isinstance(opened, Roots) else model)(BAD)
+                raise AssertionError("the step went on")
+            assert hunt.finding is not None
+            assert list(getattr(hunt, "errors", [])) == []
+        with pytest.raises(nanhunt.NonFiniteWarning), nanhunt.watch(model, on_hit="warn"):
+            model(torch.randn(2, 4)).sum().backward()
+            with torch.no_grad():
+                model.head.weight.fill_(float("nan"))
 
 
 # --- options ----------------------------------------------------------------------------------------
