@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from .errors import UsageError
 
 PHASES = ("input", "state", "forward", "backward", "optimizer")
-PICTURES = ("source_context", "modules")  # of the context, what a page draws and nobody reads as text
+PICTURES = ("source_context", "modules", "reached")  # of the context, what a page draws and nobody reads as text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,13 +20,17 @@ HOP = re.compile(
 
 def lit(finding: Finding) -> dict[str, str]:
     """Path of a module to its part in the finding: "made", "read", "holds", "way" or "noticed"."""
-    parts: dict[str, str] = {}
     hops = finding.context.get("path")
     told = [HOP.fullmatch(str(hop)) for hop in (hops if isinstance(hops, tuple) else ())]
     way = ["" if hop["module"] == "the root" else hop["module"] for hop in told if hop and hop["module"]]
-    parts.update(dict.fromkeys(way, "way"))
-    if way and told[-1] and told[-1]["module"]:
-        parts[way[-1]] = "noticed"
+    noticed = way[-1] if way and told[-1] and told[-1]["module"] else None
+    reached = finding.context.get("reached")
+    if not way and isinstance(reached, tuple) and reached:  # no op was followed: the modules that it came through
+        way = [str(path) for path in reached]
+        noticed = "" if "" in way else way[-1]
+    parts = dict.fromkeys(way, "way")
+    if noticed is not None:
+        parts[noticed] = "noticed"
     if finding.phase in ("state", "optimizer") and finding.tensor:
         parts[finding.tensor.rpartition(" of ")[2].rpartition(".")[0]] = "holds"
     if finding.module is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 _ROWS = 8  # tensors of one role that are described
 _SAMPLE = 64  # numbers of each batch tensor that go into the hash
+_REACHED = 50  # modules on the way of a bad value that a report names
 _OFTEN = 3  # after so many absorbed births of one kind in one place, the full numbers are not taken again
 
 
@@ -296,6 +298,7 @@ class Scene:
             "device": device,
             "detail": "module" if origin.call is not None and origin.call.traced else self.detail,
             "not_seen": sorted(self.observer.blind) or None,
+            "reached": self._reached(origin),
         }
         if origin.call is not None and self.observer.regions.hidden(origin.call):
             what = f"the modules inside {origin.call.path or 'the model'}: its code was compiled before the watch began"
@@ -308,6 +311,12 @@ class Scene:
                 "eagerly and names the op"
             )
         return context
+
+    def _reached(self, origin: Origin) -> tuple[str, ...] | None:
+        """The modules that the value has come into, or out of, by now: from its birth to where it was noticed."""
+        calls = self.observer.calls.last.values()
+        paths = dict.fromkeys(call.path for call in calls if origin in call.own and call is not origin.call)
+        return tuple(itertools.islice(paths, _REACHED)) or None
 
     def _grad_norm(self) -> float | None:
         """The norm over the parameters that have a gradient by now, as it stands (scaled, if it is scaled)."""

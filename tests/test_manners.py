@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import nanhunt
+from nanhunt import outline
 
 LEVELS = ("module", "auto", "op")
 
@@ -193,3 +194,14 @@ def test_where_modules_were_left_out_the_reason_says_so() -> None:
         model(BAD).square().mean().backward()
     assert hunt.finding is not None
     assert "Modules were left out by only= or skip=" in str(hunt.finding.why)
+
+
+def test_a_finding_tells_which_modules_the_value_came_through() -> None:
+    """Below op level too: the model on the page is lit from the culprit to where it was noticed."""
+    model = nn.Sequential(_model(), nn.Sequential(nn.Linear(2, 2)))
+    with nanhunt.watch(model, on_hit="record", detail="module") as hunt:
+        model(BAD)
+    assert hunt.finding is not None and hunt.finding.module == "0.1"
+    assert hunt.finding.context["reached"] == ("", "0", "0.2", "1", "1.0")
+    parts = outline.lit(nanhunt.Finding.from_json(hunt.finding.to_json()))
+    assert parts == {"": "noticed", "0": "way", "0.1": "made", "0.2": "way", "1": "way", "1.0": "way"}
