@@ -73,6 +73,17 @@ def measure(asked: argparse.Namespace, given: list[str]) -> dict[str, Any]:
     return results
 
 
+def merged(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """What was measured now, and of what was measured before the parts, models and tools that were not asked for."""
+    results = before | now
+    if "overhead" in now and "overhead" in before:
+        new = {(row["model"], row["mode"], row["tool"]): row for row in now["overhead"]}
+        old = [(row["model"], row["mode"], row["tool"]) for row in before["overhead"]]
+        rows = [new.pop(key, row) for key, row in zip(old, before["overhead"])]
+        results["overhead"] = [*rows, *new.values()]
+    return results
+
+
 def _scaling(quick: bool) -> list[dict[str, Any]]:
     if quick:
         return scaling.measure(quick)
@@ -140,9 +151,7 @@ def main(given: list[str] | None = None) -> None:
     usual = asked.out == tables.RESULTS / "cpu.json"
     if not asked.tables:
         before = json.loads(asked.out.read_text(encoding="utf-8")) if asked.out.exists() and not asked.quick else {}
-        results = before | measure(
-            asked, sys.argv[1:] if given is None else given
-        )  # parts that were not asked for stay as they were
+        results = merged(before, measure(asked, sys.argv[1:] if given is None else given))
         asked.out.parent.mkdir(parents=True, exist_ok=True)
         asked.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     results = tables.load() if usual else json.loads(asked.out.read_text(encoding="utf-8"))

@@ -84,7 +84,7 @@ def of_program(
         step()
         times = pairs.times_for(step, half, timer)
         wanted = [tool for tool in rows if mode in tool.modes]
-        notes = {tool.name: tool.missing or "" for tool in wanted}
+        notes = {tool.name: tool.why_not(program.name) or "" for tool in wanted}
         found: dict[str, list[Pair]] = {tool.name: [] for tool in wanted}
         spent = {tool.name: 0.0 for tool in wanted}
         order = random.Random(0)
@@ -141,9 +141,9 @@ def measure_all(
     torch.set_num_threads(1)
     found: list[Row] = []
     near = [tool for tool in rows if not tool.apart]
-    absent = [tool for tool in rows if tool.apart and tool.missing]
-    far = [tool for tool in rows if tool.apart and not tool.missing]
     for name in names:
+        absent = [tool for tool in rows if tool.apart and tool.why_not(name)]
+        far = [tool for tool in rows if tool.apart and not tool.why_not(name)]
         reason = models.missing(name)
         for mode, part in (("train", TRAINING), ("infer", 1 - TRAINING)):
             if reason is not None:

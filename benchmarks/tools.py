@@ -21,6 +21,7 @@ from .models import Program
 from .pairs import Step
 
 Around = Callable[[Program, Step], AbstractContextManager[Step]]
+_LARGE = ("gpt", "resnet")
 PART: Any = object()  # stands for the program's own `part` in the options of a watch
 
 
@@ -36,6 +37,12 @@ class Tool:
     share: int = 1  # of the time
     missing: str | None = None  # why it cannot be measured here
     apart: bool = False  # leaves something behind in the process, so it gets one of its own
+    models: tuple[str, ...] = ()  # only these: a step of many tiny ops would take minutes; empty for all
+
+    def why_not(self, model: str) -> str | None:
+        """Why it is not measured on a model, or None."""
+        slow = self.models and model not in self.models
+        return self.missing or (f"too slow on {model}" if slow else None)
 
 
 # --- nanhunt --------------------------------------------------------------------------------------
@@ -295,9 +302,18 @@ def tools(**always: Any) -> list[Tool]:
         Tool(name="anomaly mode", around=anomaly, modes=("train",)),
         Tool(name="DebugUnderflowOverflow", around=underflow_overflow, missing=absent("transformers")),
         Tool(name="nndiagnostics", around=nndiagnostics, missing=absent("nndiagnostics")),
-        Tool(name="sherlorch", around=sherlorch, missing=absent("sherlorch")),
-        Tool(name="torchlens", around=torchlens, missing=absent("torchlens"), modes=("infer",), apart=True),
-        Tool(name="msprobe", around=msprobe, missing=absent("mindstudio-probe"), modes=("train",), apart=True),
+        Tool(name="sherlorch", around=sherlorch, missing=absent("sherlorch"), models=_LARGE),
+        Tool(
+            name="torchlens", around=torchlens, missing=absent("torchlens"), modes=("infer",), apart=True, models=_LARGE
+        ),
+        Tool(
+            name="msprobe",
+            around=msprobe,
+            missing=absent("mindstudio-probe"),
+            modes=("train",),
+            apart=True,
+            models=_LARGE,
+        ),
     ]
 
 
