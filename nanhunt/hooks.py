@@ -217,19 +217,20 @@ def _close_gate() -> None:
 
 _listeners: tuple[Listener, ...] = ()
 _originals: list[tuple[Any, str, Any]] = []
-_limit = 0
+_limit = _raised = 0
 _SCALER_METHODS = ("scale", "step", "update")
 
 
 def _wrap(listener: Listener) -> None:
-    global _listeners, _limit
+    global _listeners, _limit, _raised
     with _lock:
         _listeners = (*_listeners, listener)
         if len(_listeners) > 1:
             return
         # Each watched level costs one more Python frame: a model near the limit must still fit.
         _limit = sys.getrecursionlimit()
-        sys.setrecursionlimit(_limit + _limit // 3)
+        _raised = _limit + _limit // 3
+        sys.setrecursionlimit(_raised)
         _replace(torch.autograd, "_engine_run_backward", _watched_backward)
         scalers = [torch.amp.GradScaler]
         while scalers:
@@ -249,7 +250,8 @@ def _unwrap(listener: Listener) -> None:
         for place, name, original in reversed(_originals):
             setattr(place, name, original)
         _originals.clear()
-        sys.setrecursionlimit(_limit)
+        if sys.getrecursionlimit() == _raised:  # else somebody wants another one: Inductor does
+            sys.setrecursionlimit(_limit)
 
 
 def _replace(place: Any, name: str, make: Callable[[Any], Any]) -> None:

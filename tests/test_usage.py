@@ -563,6 +563,19 @@ def test_after_a_stop_the_same_handle_goes_on() -> None:
     assert len(hunt.findings) == 2
 
 
+def test_a_recursion_limit_that_the_program_sets_meanwhile_stays() -> None:
+    before = sys.getrecursionlimit()
+    try:
+        with nanhunt.watch(nn.Linear(2, 2)):
+            assert sys.getrecursionlimit() > before
+        assert sys.getrecursionlimit() == before
+        with nanhunt.watch(nn.Linear(2, 2)):
+            sys.setrecursionlimit(before + 2000)  # as Inductor does
+        assert sys.getrecursionlimit() == before + 2000
+    finally:
+        sys.setrecursionlimit(before)
+
+
 def test_a_second_watch_on_the_same_model_starts_anew() -> None:
     model = chain(m=None)
     with nanhunt.watch(model) as first:
