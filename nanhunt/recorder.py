@@ -96,12 +96,12 @@ class Slots:
         When nothing bad was read, and nothing bad waits to be judged (`alert`), only those that must always run.
         """
         with self._lock:
-            bad, events = self._read()
+            told, events = self._read(alert)
         for always, event, args in events:
-            if bad or alert or always:
+            if told or always:
                 event(*args, None, None)
 
-    def _read(self) -> tuple[bool, list[_Event]]:
+    def _read(self, told: bool) -> tuple[bool, list[_Event]]:
         used: list[_Block | _Given] = [block for blocks in self._blocks.values() for block in blocks if block.used]
         used += self._given
         self._given = []
@@ -115,15 +115,14 @@ class Slots:
             block.used = 0
         waiting, self.waiting = self.waiting, []
         events, self.events = self.events, []
-        bad = False
         for rec, block, i in waiting:
             rec.measured(*ends[id(block)][i])
-            bad = bad or rec.bad
-        if not bad:
+            told = told or rec.bad
+        if not told:  # else the judge notes it, when it is told
             for rec, _, _ in waiting:
                 if rec.of is not None:
                     rec.of.came_back(rec.absmax, rec.numel)
-        return bad, events
+        return told, events
 
     def forget(self) -> None:
         """Drop what waits without reading it."""

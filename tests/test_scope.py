@@ -302,3 +302,18 @@ def test_deferred_ranges_say_the_same_as_those_read_at_once(model: _Net) -> None
     at_once, later = trails  # which goes on behind the birth, and has dropped as many at its other end
     both = [row for row in at_once if row in later]
     assert len(both) > 8 and both == [row for row in later if row in at_once]
+
+
+def test_a_deferred_gradient_is_noted_once_also_while_something_waits_to_be_judged() -> None:
+    """What came back to a call decides whether it can have overflowed: twice the sum would be another answer."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    incoming = []
+    for defer in (False, True):
+        for alert in (False, True):
+            with nanhunt.watch(model, detail="module", on_hit="record", _defer=defer) as hunt:
+                loss = model(torch.ones(2, 4)).sum()
+                hunt._observer.judge.alert = alert
+                loss.backward()
+                incoming.append(hunt._observer.calls.last["1"].incoming)
+            model.zero_grad()
+    assert incoming[0] > 0 and incoming == [incoming[0]] * 4
