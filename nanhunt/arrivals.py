@@ -13,6 +13,7 @@ from torch import nn
 from . import probe
 from .internals import batched
 from .moved import is_small
+from .ranks import grouped
 
 if TYPE_CHECKING:
     from .observer import Observer
@@ -45,7 +46,7 @@ class Arrivals:
             self._observer.deferring
             or not is_small(param)
             or len(getattr(param, "_post_accumulate_grad_hooks", None) or ()) > 0
-            or _together()
+            or grouped()
         )
 
     def backward_begins(self) -> None:
@@ -54,7 +55,7 @@ class Arrivals:
         attachment = self._observer.attachment
         if not self._small or attachment is None:
             return
-        together = _together()
+        together = grouped()
         for key, (name, p) in list(self._small.items()):
             if together or len(p._post_accumulate_grad_hooks or ()) > 1:
                 del self._small[key]
@@ -115,7 +116,3 @@ def _plain(grad: torch.Tensor) -> bool:
     return (
         type(grad) is torch.Tensor and grad.layout is torch.strided and grad.dtype in probe.DIRECT and grad.numel() > 0
     )
-
-
-def _together() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()

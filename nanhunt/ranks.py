@@ -15,10 +15,19 @@ _nth = itertools.count()
 _alone: list[str] = []  # once ranks have failed to answer, nobody waits again
 
 
+def grouped() -> bool:
+    """True when there is a process group, be it of this process alone."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def together() -> bool:
     """True when this process trains together with others."""
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    return grouped() and torch.distributed.get_world_size() > 1
+
+
+def rank() -> int | None:
+    """The number of this process in its group; None without one."""
+    return int(torch.distributed.get_rank()) if grouped() else None
 
 
 def agree(mine: str, patience: float | None = None) -> tuple[bool, str]:

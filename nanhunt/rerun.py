@@ -14,6 +14,7 @@ from .calls import Calls
 from .leaves import arguments, leaves
 from .naming import Names
 from .oplevel import told
+from .ranks import grouped
 from .replay import Snapshot
 from .tracer import Tracer
 from .verdict import Call
@@ -81,7 +82,7 @@ def possible(module: nn.Module, args: Any, calls: Calls) -> bool:
         return False
     if len(calls.threads) > 1:
         return False
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if grouped():
         return False
     if isinstance(module, torch.jit.ScriptModule):
         return False

@@ -10,6 +10,7 @@ import torch
 from . import probe
 from .moved import Moved, is_small
 from .naming import Names
+from .ranks import grouped
 from .verdict import Call, Origin, Rec, settle
 
 if TYPE_CHECKING:
@@ -326,7 +327,7 @@ class State:
             return  # the consequence of a fault that was reported
         origin = Origin("optimizer", None, kinds, label, owner=name.rpartition(".")[0])
         origin.facts["rates"] = rates
-        origin.facts["together"] = torch.distributed.is_available() and torch.distributed.is_initialized()
+        origin.facts["together"] = grouped()
         origin.facts["parameter"] = p if tensor is not None else None
         judge.confirm(judge.born(origin, rec, tensor, None, None), tensor)
 

@@ -22,6 +22,7 @@ from .judge import Judge
 from .naming import Names
 from .observer import Observer
 from .options import Options
+from .ranks import rank
 from .scene import Scene
 from .verdict import Origin
 
@@ -72,7 +73,7 @@ class Watch:
             backward=options.backward,
             failed=self._failed,
         )
-        self._scene = Scene(self._observer, self._judge, detail=options.detail, rank=_rank())
+        self._scene = Scene(self._observer, self._judge, detail=options.detail, rank=rank())
         self._scene.eager = self._stance is not None and has_compiled(model)
         self._scene.optimizer = self._optimizer
         self._judge.has_optimizer = self._optimizer is not None
@@ -376,10 +377,3 @@ def outer_watches(*, looking: bool) -> Iterator[None]:
         for one, on_hit in outer:
             one._hits.on_hit = on_hit
             one._observer.aside = False
-
-
-def _rank() -> int | None:
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        return int(distributed.get_rank())
-    return None

@@ -44,6 +44,7 @@ headroom
 leaves
 internals
 probe
+ranks
 frames
 sites
 naming
@@ -87,7 +88,6 @@ watcher
 watching
 away
 roots
-ranks
 hunter
 integrations.span
 integrations.transformers
