@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from importlib.util import find_spec
 from typing import Any
 
-from ..finding import Finding
-from ..options import OnHit
-from .span import Span
+from .span import Spanned
 
 # The package that is imported -> the one that must be installed. They are the same code twice over, and the classes
 # of one are strangers to the other.
@@ -20,10 +17,8 @@ if not any(find_spec(installed) for installed in _PACKAGES.values()):
     raise ImportError("nanhunt.integrations.lightning needs the lightning library: pip install 'nanhunt[lightning]'")
 
 
-class _Events:
+class _Events(Spanned):
     """What is done at the events of a Trainer; `NanHuntCallback` has Lightning's `Callback` classes beside it."""
-
-    _span: Span
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         # Of torch.compile(module) the Trainer takes the module, with compiled methods on it, and this mark.
@@ -98,27 +93,6 @@ class NanHuntCallback(_Events):
     def __new__(cls, *args: Any, **kwargs: Any) -> NanHuntCallback:
         _join()
         return super().__new__(cls)
-
-    def __init__(
-        self,
-        steps: tuple[int, int] | None = None,
-        on_hit: OnHit = "raise",
-        detail: str = "auto",
-        report: str | os.PathLike[str] | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__()
-        self._span = Span(steps=steps, on_hit=on_hit, report=report, detail=detail, **options)
-
-    @property
-    def finding(self) -> Finding | None:
-        """The first fault of the last training, or None."""
-        return self._span.finding
-
-    @property
-    def findings(self) -> list[Finding]:
-        """All that was recorded in the last training, faults and what was none, at most 100."""
-        return self._span.findings
 
 
 def _join() -> None:

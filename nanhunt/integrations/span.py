@@ -269,3 +269,28 @@ def bare(optimizer: Any) -> Any:
     while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = optimizer.optimizer
     return optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
+
+
+class Spanned:
+    """What the callbacks for every trainer take, and what they tell: the trainer's events move the span."""
+
+    def __init__(
+        self,
+        steps: tuple[int, int] | None = None,
+        on_hit: OnHit = "raise",
+        detail: str = "auto",
+        report: str | os.PathLike[str] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self._span = Span(steps=steps, on_hit=on_hit, report=report, detail=detail, **options)
+
+    @property
+    def finding(self) -> Finding | None:
+        """The first fault of the last training, or None."""
+        return self._span.finding
+
+    @property
+    def findings(self) -> list[Finding]:
+        """All that was recorded in the last training, faults and what was none, at most 100."""
+        return self._span.findings

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import weakref
 from typing import Any
 
@@ -18,12 +17,11 @@ except ImportError as missing:
     ) from missing
 
 from ..finding import Finding
-from ..options import OnHit
 from ..ranks import together
-from .span import Span
+from .span import Spanned
 
 
-class NanHuntCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
+class NanHuntCallback(Spanned, TrainerCallback):  # type: ignore[misc, unused-ignore]
     """Watches the training steps of a `transformers.Trainer` and names what makes the first NaN or Inf.
 
         trainer = Trainer(model, arguments, train_dataset=data, callbacks=[NanHuntCallback(steps=(12_000, 12_100))])
@@ -57,26 +55,6 @@ class NanHuntCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         made: NanHuntCallback = super().__new__(cls)
         _Leaving.stand(made)
         return made
-
-    def __init__(
-        self,
-        steps: tuple[int, int] | None = None,
-        on_hit: OnHit = "raise",
-        detail: str = "auto",
-        report: str | os.PathLike[str] | None = None,
-        **options: Any,
-    ) -> None:
-        self._span = Span(steps=steps, on_hit=on_hit, report=report, detail=detail, **options)
-
-    @property
-    def finding(self) -> Finding | None:
-        """The first fault of the last training, or None."""
-        return self._span.finding
-
-    @property
-    def findings(self) -> list[Finding]:
-        """All that was recorded in the last training, faults and what was none, at most 100."""
-        return self._span.findings
 
     def close(self, error: BaseException | None = None) -> None:
         """Take all hooks off; done when the training ends or raises, and it may be done twice.
