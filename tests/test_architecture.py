@@ -96,7 +96,10 @@ pytest_settings
 pytest_reports
 pytest_trial
 pytest_plugin
+factory
 demo
+commands.show
+commands.demo
 program
 closing
 word

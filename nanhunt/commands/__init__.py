@@ -1,0 +1,1 @@
+"""The commands, one a file: what each word after `nanhunt` understands, and does."""

@@ -1,0 +1,103 @@
+"""`nanhunt show`: saved findings again, as pages of text, JSON or HTML."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from ..errors import UsageError
+
+if TYPE_CHECKING:
+    from ..finding import Finding
+
+_ABOUT = """\
+Prints findings that were saved with Finding.to_json() or by a run under nanhunt: a file holds one, a list of
+them, or one on each line.
+"""
+_CODES = "exit code: 0 when no file holds a fault, 1 when one does, 2 when a file cannot be read."
+
+
+def parser() -> argparse.ArgumentParser:
+    """What the command understands."""
+    made = argparse.ArgumentParser(
+        prog="nanhunt show",
+        description=_ABOUT,
+        epilog=_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    made.add_argument(
+        "files",
+        metavar="FILE",
+        nargs="+",
+        help="a file of findings in JSON, a folder of reports (its *.json files), or - for standard input",
+    )
+    form = made.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="all findings as one JSON list")
+    form.add_argument(
+        "--html",
+        action="store_true",
+        help="all findings as one page for a browser, written next to the first FILE: a.json gives a.html",
+    )
+    made.add_argument("-o", "--output", metavar="OUT", help="write to the file OUT instead")
+    return made
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print or write the findings; the exit code says whether one is a fault.
+
+    Raises:
+        UsageError: when a file cannot be read or written, with the reason.
+    """
+    from ..report.files import in_folder, read_findings, write_whole
+
+    files = [file for name in options.files for file in (in_folder(name) if os.path.isdir(name) else [name])]
+    read: list[tuple[str, Finding]] = []
+    for name in files:
+        try:
+            read += [(name, finding) for finding in read_findings(name)]
+        except OSError as error:
+            raise UsageError(f"cannot read {name!r}: {error.strerror or error}") from None
+    out = options.output
+    if options.html:
+        from ..report.html import pages
+
+        text = pages([finding for _, finding in read])
+        if out is None and files[0] == "-":
+            raise UsageError("a page of what is read from standard input needs a name: add -o OUT")
+        out = out or os.path.splitext(files[0])[0] + ".html"
+    elif options.json:
+        text = json.dumps([finding.to_dict() for _, finding in read], indent=2, allow_nan=False) + "\n"
+    else:
+        text = _texts(files, read)
+    if out is None:
+        try:
+            print(text, end="", flush=True)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # python would try once more at its end
+            raise UsageError(f"cannot write to standard output: {error.strerror or error}") from None
+    elif os.path.realpath(out) in map(os.path.realpath, files):
+        raise UsageError(f"{out!r} is read and would be written: name another file with -o")
+    else:
+        try:
+            print(f"written to {write_whole(out, text)}")
+        except OSError as error:
+            raise UsageError(f"cannot write {out!r}: {error.strerror or error}") from None
+    return 1 if any(finding.handled is None for _, finding in read) else 0
+
+
+def _texts(files: list[str], read: list[tuple[str, Finding]]) -> str:
+    from ..report.text import page
+
+    if not read:
+        return f"no finding in {', '.join('standard input' if name == '-' else name for name in files)}\n"
+    said = []
+    for at, (name, finding) in enumerate(read, 1):
+        heading = f"{'' if at == 1 else chr(10)}{at} of {len(read)}: {name}\n\n" if len(read) > 1 else ""
+        said.append(f"{heading}{page(finding)}\n")
+    return "".join(said)
