@@ -15,11 +15,14 @@ if TYPE_CHECKING:
     from .finding import Finding as Finding
     from .finding import TensorStats as TensorStats
     from .hunter import hunt as hunt
+    from .replaying import Capsule as Capsule
+    from .replaying import load_capsule as load_capsule
     from .watcher import Watch as Watch
     from .watching import watch as watch
 
 # Public name -> the file it lives in, loaded when it is first used: importing nanhunt does not import torch.
 _WHERE = {
+    "Capsule": "replaying",
     "Finding": "finding",
     "NanhuntError": "errors",
     "NonFiniteError": "errors",
@@ -28,6 +31,7 @@ _WHERE = {
     "UsageError": "errors",
     "Watch": "watcher",
     "hunt": "hunter",
+    "load_capsule": "replaying",
     "watch": "watching",
 }
 

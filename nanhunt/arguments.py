@@ -8,11 +8,13 @@ from collections.abc import Container
 
 from . import __version__
 from .program import Program
+from .report.files import MAX_MB, MOST_RING
 from .verdict import KINDS
 
 _USAGE = """\
 nanhunt [options] (SCRIPT | -m MODULE | -c CODE) [arguments of the program]
        nanhunt show [--json | --html] [-o OUT] FILE...
+       nanhunt replay [--model MODULE:FACTORY] [--dtype DTYPE] [--bisect] CAPSULE
        nanhunt demo [--dtype DTYPE] [--save FILE]"""
 _ABOUT = """\
 Finds where the first NaN or Inf of a PyTorch step was made: which module, which operation, with which
@@ -35,6 +37,9 @@ examples:
 
   python -m nanhunt show a.json b.json             read saved findings again
   python -m nanhunt show --html a.json             the same as a page for a browser, in a.html
+  python -m nanhunt --capsule faults train.py      keep what the fault was made of, in a folder of its own
+  python -m nanhunt replay faults/step12.norm      run it again, on any machine
+
   python -m nanhunt demo                           see a real float16 overflow found, in under a minute
 
 in a program, around any number of steps:
@@ -44,7 +49,7 @@ in a program, around any number of steps:
 
 exit code: the program's own; 1 when a fault was found (in a child process, too) in a program that would
 have ended with 0; 2 when the program could not be started, or the report could not be written. A script
-that is called show or demo is run as ./show.
+that is called show, replay or demo is run as ./show.
 NANHUNT=0 in the environment turns every watch off (the program runs alone), NANHUNT=1 is the default.
 """
 
@@ -124,6 +129,23 @@ def parser() -> argparse.ArgumentParser:
         help="write what is found to PATH: a file that ends in .json or .html, or a folder for both (a new one whose "
         "name has a suffix ends with /); of several ranks each writes its own, finding.rank3.json",
     )
+    hit.add_argument(
+        "--capsule",
+        metavar="DIR",
+        help="keep a capsule of the fault in a new folder inside DIR: the inputs and weights of its module, the "
+        "operands of its operation, the batch ; nanhunt replay runs it again",
+    )
+    hit.add_argument(
+        "--max-mb", metavar="MB", type=_megabytes, default=MAX_MB, help="how large a capsule may be (default: 256)"
+    )
+    hit.add_argument("--slim", action="store_true", help="of a capsule keep the failing samples and rows alone")
+    hit.add_argument(
+        "--ring",
+        metavar="K",
+        type=_batches,
+        default=0,
+        help="keep copies of the last K batches for a capsule; each step pays for one copy of its batch (default: 0)",
+    )
     hit.add_argument("-q", "--quiet", action="store_true", help="no summary on stderr at the end")
     run = made.add_argument_group("what to run")
     run.add_argument("-m", metavar="MODULE", help="a module, as python -m does")  # split takes these two
@@ -182,6 +204,22 @@ def _steps(text: str) -> tuple[int, int]:
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: give a whole number of steps, 1 or more")
+    return int(text)
+
+
+def _megabytes(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < 1 << 40:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a number of megabytes above 0")
+    return number
+
+
+def _batches(text: str) -> int:
+    if not text.isdecimal() or int(text) > MOST_RING:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number of batches from 0 to {MOST_RING}")
     return int(text)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import sites
 from .evidence import Evidence
@@ -39,6 +39,7 @@ class Birth:
     evidence: Evidence | None = None
     absorbed_by: set[str] = field(default_factory=set)
     in_forward: bool = False  # it was noticed before backward: in an output, or the loss
+    kept: Any = None  # copies of what the op was given, for as long as a capsule may want them
     reader_open: bool = False  # of a weight that autocast has cast: the op that reads it is still to come
 
     @property

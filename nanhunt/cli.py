@@ -1,4 +1,4 @@
-"""The command line: `nanhunt train.py`, `nanhunt show FILE...`, `nanhunt demo`."""
+"""The command line: `nanhunt train.py`, `nanhunt show FILE...`, `nanhunt replay CAPSULE`, `nanhunt demo`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from .closing import try_report
 from .errors import NanhuntError, UsageError, enabled
 from .launcher import Launch
 from .program import CannotRun, Program
+from .report.files import try_folder
+from .report.lines import clean
 
 FOUND, USAGE = 1, 2
 
 # The words that are commands: each has a file in commands/, loaded when the word is used.
-COMMANDS = ("demo", "show")
+COMMANDS = ("demo", "replay", "show")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,15 +76,21 @@ def _launch(options: argparse.Namespace, program: Program) -> int:
         "allow": tuple(options.allow),
         "backward": options.backward,
         "compiled": "eager" if options.compiled == "eager" else "error",
+        "capsule": None if options.capsule is None else os.path.abspath(options.capsule),  # it may change its folder
+        "max_mb": options.max_mb,
+        "slim": options.slim,
+        "ring": options.ring,
     }
     try:
         if enabled() and report is not None:
             try_report(report)
+        if enabled() and options.capsule is not None:
+            try_folder(options.capsule)
     except UsageError as error:
         return _refuse(str(error))
     return Launch(options=asked, report=report, quiet=options.quiet).run(program)
 
 
 def _refuse(message: str) -> int:
-    print(f"nanhunt: error: {message}", file=sys.stderr)
+    print("\n".join(clean(line) for line in f"nanhunt: error: {message}".split("\n")), file=sys.stderr)
     return USAGE

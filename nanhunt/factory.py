@@ -48,6 +48,23 @@ def make(spec: str) -> Parts:
         UsageError: when the name says nothing, is not there, or the factory returns something else.
         Exception: what the factory itself dies of.
     """
+    return sort(_returned(spec), spec)
+
+
+def model_of(spec: str) -> nn.Module:
+    """The model alone: what a factory returns, or what stands first in it.
+
+    Raises:
+        UsageError: as `make`.
+        Exception: what the factory itself dies of.
+    """
+    made = _returned(spec)
+    if isinstance(made, tuple) and made and _is_model(made[0]):
+        return made[0]  # type: ignore[no-any-return]
+    return sort(made, spec).model
+
+
+def _returned(spec: str) -> Any:
     where, colon, name = spec.rpartition(":")
     if not colon or not where or not name:
         raise UsageError(f"{spec!r} names no factory: give module:factory or file.py:factory, such as train:build")
@@ -57,7 +74,7 @@ def make(spec: str) -> Parts:
             made = getattr(made, part)
         except AttributeError:
             raise UsageError(f"{where!r} has no {name!r}: name a function that builds the model") from None
-    return sort(made() if callable(made) and not _is_model(made) else made, spec)
+    return made() if callable(made) and not _is_model(made) else made
 
 
 def sort(made: Any, spec: str = "the factory") -> Parts:

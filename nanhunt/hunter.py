@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import os
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -13,12 +14,14 @@ import torch
 from torch import nn
 
 from . import ranks
+from .catch import Catch, Target
 from .compiled import dead, has_compiled
 from .errors import NonFiniteError, UsageError, enabled
 from .finding import Finding
 from .leaves import leaves
-from .options import trained_with
+from .options import capsule_options, trained_with
 from .replay import Snapshot
+from .report.files import MAX_MB
 from .watcher import outer_watches
 from .watching import watch
 
@@ -36,6 +39,9 @@ def hunt(
     optimizer: torch.optim.Optimizer | None = None,
     scaler: Any = None,
     restore: Iterable[Any] = (),
+    capsule: str | os.PathLike[str] | None = None,
+    max_mb: float = MAX_MB,
+    slim: bool = False,
     **kwargs: Any,
 ) -> Finding | None:
     """Run `step(*args, **kwargs)` once, and name what makes the first NaN or Inf, if it makes one.
@@ -51,6 +57,11 @@ def hunt(
         optimizer, scaler: found as they are used when not given.
         restore: what else the step changes: modules (an EMA copy, a discriminator), random generators, and
             anything with `state_dict()` and `load_state_dict()`.
+        capsule: a folder, made when it is needed, for a capsule of the fault, which `nanhunt replay` runs again: the
+            culprit's inputs as they were before it ran, the gradient that came back to it, the operands of the op.
+            Where the op level names another culprit than the first run did, the step runs a third time for it.
+        max_mb: megabytes that a capsule may have.
+        slim: keep the failing samples alone, where each result depends on one sample.
 
     Returns:
         None for a healthy step. Else a `Finding`; its `context` tells under `"reproduced"` whether the second run
@@ -62,10 +73,13 @@ def hunt(
         Exception: what the step itself raises, when nothing bad was found in it, in the second run either.
     """
     watched_model = _checked(step, model, optimizer, scaler, restore)
+    wanted = capsule_options(capsule, max_mb, slim)
     if not enabled():
         step(*args, **kwargs)
         return None
-    return _Hunt(functools.partial(step, *args, **kwargs), watched_model, optimizer, scaler, tuple(restore)).run()
+    return _Hunt(
+        functools.partial(step, *args, **kwargs), watched_model, optimizer, scaler, tuple(restore), wanted
+    ).run()
 
 
 class _Run:
@@ -77,6 +91,7 @@ class _Run:
         self.died: str | None = None  # of what the step died, in words
         self.batch: str | None = None  # hash of what the model was first called with
         self.step = 0  # in which the model was called last
+        self.catch: Catch | None = None  # where a capsule was asked for
 
 
 class _Hunt:
@@ -87,7 +102,9 @@ class _Hunt:
         optimizer: torch.optim.Optimizer | None,
         scaler: Any,
         restore: tuple[Any, ...],
+        wanted: dict[str, Any],
     ) -> None:
+        self._wanted = wanted  # of a capsule
         self._step, self._model, self._optimizer, self._scaler = step, model, optimizer, scaler
         self._together = ranks.together()
         self._compiled = has_compiled(model)
@@ -101,11 +118,16 @@ class _Hunt:
         if not again:
             if first.error is not None:
                 raise first.error
-            return first.finding and self._told(first.finding, first, second_run=f"not run: {why_not}")
+            told = first.finding and self._told(first.finding, first, second_run=f"not run: {why_not}")
+            return told and self._with_capsule(told, first)
         if first.error is not None:
             traceback.clear_frames(first.error.__traceback__)  # else the first run's tensors live on through the second
         self._snapshot.restore()
-        second = self._once("op", "record")
+        second = self._once("op", "record", self._target(first.finding))
+        if self._another(first.finding, second.finding):  # the culprit is known now
+            self._snapshot.restore()
+            third = self._once("op", "record", self._target(second.finding))
+            second = third if third.finding is not None and third.catch is not None else second
         found = second.finding or first.finding
         if found is None:  # the step died of something else, or this rank only went along with another
             error = second.error or first.error
@@ -117,7 +139,33 @@ class _Hunt:
             data = "the step draws its own data, it seems: the second run did not call the model"
         elif second.batch != first.batch:
             data = "the step draws its own data: the second run had another batch"
-        return self._told(found, second, reproduced=second.finding is not None, data=data)
+        told = self._told(found, second, reproduced=second.finding is not None, data=data)
+        return self._with_capsule(told, second if second.finding is not None else first)
+
+    # --- the capsule ------------------------------------------------------------------------------
+
+    def _target(self, finding: Finding | None) -> Target | None:
+        """The call whose inputs a capsule wants."""
+        if self._wanted["capsule"] is None or finding is None or finding.module is None or finding.call is None:
+            return None
+        return Target(path=finding.module, nth=finding.call, step=finding.step or 0)
+
+    def _another(self, first: Finding | None, second: Finding | None) -> bool:
+        """True when a capsule is wanted, and its inputs were taken of a module that is not the culprit."""
+        wanted = self._target(second)
+        return wanted is not None and wanted != self._target(first) and not self._together
+
+    def _with_capsule(self, finding: Finding, run: _Run) -> Finding:
+        if run.catch is None or finding.handled is not None:
+            return finding
+        from .capsule import kept
+
+        return kept(
+            finding,
+            run.catch.found or run.catch.parts(finding, None),
+            self._wanted["capsule"],
+            slim=self._wanted["slim"],
+        )
 
     def _stop(self, finding: Finding) -> None:
         """Stop the first run where it stands, if there is a way back from there."""
@@ -146,13 +194,23 @@ class _Hunt:
         some = ", ".join(gaps[:3]) + (", ..." if len(gaps) > 3 else "")
         return f"the step has written to {some} before a copy was taken: pass restore=(model,)"
 
-    def _once(self, detail: str, on_hit: Any) -> _Run:
+    def _once(self, detail: str, on_hit: Any, target: Target | None = None) -> _Run:
         """Run the step under a watch. It may die of what it has made: a finding is then worth more than the error."""
         run = _Run()
+        if self._wanted["capsule"] is not None:
+            run.catch = Catch(most=int(self._wanted["max_mb"] * 1e6), ring=1 if detail == "op" else 0, target=target)
         with outer_watches(looking=detail != "op"):
             self._eager = self._eager or dead(self._model) is not None
             compiled = "eager" if self._eager else "error"
-            watched = watch(self._model, self._optimizer, self._scaler, on_hit=on_hit, detail=detail, compiled=compiled)
+            watched = watch(
+                self._model,
+                self._optimizer,
+                self._scaler,
+                on_hit=on_hit,
+                detail=detail,
+                compiled=compiled,
+                _catch=run.catch,
+            )
             try:
                 with watched:
                     value = self._step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from . import probe
@@ -12,6 +13,9 @@ from .owners import Owners
 from .places import Places
 from .runs import Operand, Place, Run, Tensor, in_order, wrapped
 from .witness import Witness, calmed, output_at, rerun, small
+
+# Told of each birth while the operands are in hand: the op, the birth, and which result (of an op over lists: item).
+Keep = Callable[[Run, Birth, int], None]
 
 _MOST_BIRTHS = 10_000
 _MOST_HOPS = 200_000
@@ -28,14 +32,14 @@ _CAUSES = {"parameter": "bad_parameter", "buffer": "bad_buffer", "input": "bad_i
 class Lineage:
     """All births, and the memory that each has reached."""
 
-    def __init__(self, places: Places, owners: Owners, witness: Witness) -> None:
+    def __init__(self, places: Places, owners: Owners, witness: Witness, keep: Keep | None = None) -> None:
         self.births: list[Birth] = []
         self.born = self.propagated = self.absorbed = 0
         self.marks = Marks()
         self.again = _MOST_AGAIN
         self.loss_scale: float | None = None
         self.deadly: Birth | None = None
-        self._places, self._owners, self._witness = places, owners, witness
+        self._places, self._owners, self._witness, self._keep = places, owners, witness, keep
         self._literals: dict[Any, Birth] = {}
         self._hops = 0
 
@@ -74,7 +78,7 @@ class Lineage:
                 literals[operand.role] = float(operand.tensor)
                 continue
             kinds_in.update(operand.kinds)
-            for birth in [b for m in marks for b in m.births] or [self.source(operand, place)]:
+            for birth in [b for m in marks for b in m.births] or [self._found(run, operand, place, bads[0][0])]:
                 self._read_by(birth, run, place)
                 arrived[birth.number] = birth
             hops.extend(h for m in marks for h in m.hops)
@@ -134,6 +138,8 @@ class Lineage:
             run, place, operands, position, t, kinds, literals=literals or {},
             inherited=bool(parents or literals), loss_scale=self.loss_scale, dropped=self._dropped(place),
         )  # fmt: skip
+        if self._keep is not None:
+            self._keep(run, birth, position)
         return birth
 
     def _new(self, phase: str, op: str | None, kinds: tuple[str, ...], place: Place) -> Birth:
@@ -180,6 +186,12 @@ class Lineage:
                     return self._birth(run, again, place, operands, [(position, fresh)], kinds)
         return None
 
+    def _found(self, run: Run, operand: Operand, place: Place, position: int) -> Birth:
+        birth = self.source(operand, place)
+        if self._keep is not None:
+            self._keep(run, birth, position)
+        return birth
+
     def source(self, operand: Operand, place: Place) -> Birth:
         """A tensor that was bad before anybody looked: the batch, a weight, a buffer, memory nobody wrote."""
         t, kinds = operand.live, operand.kinds
@@ -212,6 +224,8 @@ class Lineage:
             birth.reader_open = False
             birth.op, birth.site, birth.call = place.op, place.site, place.call
             birth.module, birth.module_type = place.module, place.module_type
+            if self._keep is not None:
+                self._keep(run, birth, 0)
 
     # --- names ------------------------------------------------------------------------------------
 

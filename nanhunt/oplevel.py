@@ -10,6 +10,7 @@ import torch
 
 from . import internals
 from .births import Birth
+from .lineage import Keep
 from .naming import Names
 from .tracer import Tracer
 from .verdict import Call, Origin
@@ -34,6 +35,7 @@ def told(tracer: Tracer, birth: Birth, tensor: torch.Tensor | None = None) -> di
         "literal": birth.literal,
         "path": tracer.path(birth, tensor) if tensor is not None else [],
         "ledger": dict(tracer.counts),
+        "kept": birth.kept,
     }
 
 
@@ -45,8 +47,11 @@ class OpLevel:
         names: Names,
         current_call: Callable[[], Call | None],
         on_host_read: Callable[[torch.Tensor, Birth], None],
+        keep: Keep | None = None,
     ) -> None:
-        self._make = functools.partial(_Tracer, names=names, current_call=current_call, on_host_read=on_host_read)
+        self._make = functools.partial(
+            _Tracer, names=names, current_call=current_call, on_host_read=on_host_read, keep=keep
+        )
         self.tracer = self._make()
         self.failures: list[str] = []
         self._entered = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -13,6 +14,7 @@ from torch import nn
 from .errors import UsageError
 from .finding import Finding
 from .naming import walk
+from .report.files import MAX_MB, MOST_RING
 from .verdict import KINDS
 
 OnHit = str | Callable[[Finding], object]
@@ -40,7 +42,12 @@ class Options:
     only: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
     backward: bool = True
+    capsule: str | None = None
+    max_mb: float = MAX_MB
+    slim: bool = False
+    ring: int = 0
     defer: bool = False
+    catch: Any = None  # of a hunt, which writes the capsule itself
 
     def looked_at(self, model: nn.Module) -> Callable[[str], bool]:
         """Which modules are looked at, by path. A pattern takes a module with all that is inside it.
@@ -97,10 +104,30 @@ def checked(
     trained_with(asked["optimizer"], asked["scaler"])
     if not isinstance(asked.get("backward", True), bool):
         raise UsageError(f"backward={asked['backward']!r}: give True, or False to look at forward alone")
+    asked |= capsule_options(
+        asked.get("capsule"), asked.get("max_mb", MAX_MB), asked.get("slim", False), asked.get("ring", 0)
+    )
     only, skip, allow = _words("only", only), _words("skip", skip), _words("allow", allow)
     if asked["detail"] == "op" and (only or skip or not asked.get("backward", True)):
         raise UsageError('detail="op" follows every value from its birth: leave only=, skip= and backward= out')
     return Options(kinds=kinds, allow=allow, only=only, skip=skip, **asked)
+
+
+def capsule_options(folder: Any, most: Any, slim: Any, ring: Any = 0) -> dict[str, Any]:
+    """Where a capsule of a fault goes, and how large it may be, checked."""
+    if folder is not None:
+        if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
+            raise UsageError(f"capsule={folder!r}: name a folder, which may be a new one")
+        if os.path.exists(folder) and not os.path.isdir(folder):
+            raise UsageError(f"capsule={os.fspath(folder)!r} is a file: name a folder, which may be a new one")
+        folder = os.path.abspath(os.fspath(folder))  # the program may change its folder
+    if isinstance(most, bool) or not isinstance(most, (int, float)) or not 0 < most < 1 << 40:
+        raise UsageError(f"max_mb={most!r}: give a number of megabytes, such as 256")
+    if not isinstance(slim, bool):
+        raise UsageError(f"slim={slim!r}: give True for the failing rows alone, or False")
+    if isinstance(ring, bool) or not isinstance(ring, int) or not 0 <= ring <= MOST_RING:
+        raise UsageError(f"ring={ring!r}: give a number of batches from 0 to {MOST_RING}")
+    return {"capsule": folder, "max_mb": float(most), "slim": slim, "ring": ring}
 
 
 def trained_with(optimizer: Any, scaler: Any) -> None:

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from .calls import Calls
 from .leaves import arguments, leaves
+from .lineage import Keep
 from .naming import Names
 from .oplevel import told
 from .ranks import grouped
@@ -27,9 +28,9 @@ class _Reached(BaseException):
 class Shadow:
     """Keeps the module stack of a re-run, and stops it where the first run had stopped."""
 
-    def __init__(self, names: Names, before: Call | None) -> None:
+    def __init__(self, names: Names, before: Call | None, keep: Keep | None = None) -> None:
         self.calls = Calls(names, sites=False)
-        self.tracer = Tracer(names=names, current_call=self.calls.current)
+        self.tracer = Tracer(names=names, current_call=self.calls.current, keep=keep)
         self.fields: dict[str, Any] | None = None
         self.thread = threading.get_ident()
         self._before = before

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -11,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from . import coarse, finding, frames, listing, outline, probe, sites
+from . import batch_hash, coarse, finding, frames, listing, outline, probe, sites
 from .finding import Finding, TensorStats
 from .leaves import arguments, forward_parameters
 from .naming import type_name
 from .verdict import Call, Origin, Rec
 
 if TYPE_CHECKING:
+    from .catch import Catch
     from .judge import Judge
     from .observer import Observer
 
 _ROWS = 8  # tensors of one role that are described
-_SAMPLE = 64  # numbers of each batch tensor that go into the hash
 _REACHED = 50  # modules on the way of a bad value that a report names
 _OFTEN = 3  # after so many absorbed births of one kind in one place, the full numbers are not taken again
 
@@ -36,9 +35,10 @@ class Scene:
         self.step = 0
         self.eager = False  # a compiled model is run eagerly because of this watch
         self.optimizer: Any = None
+        self.catch: Catch | None = None  # of what a capsule wants
         self.loss: float | None = None
-        self._batch: list[tuple[str, str, torch.Tensor]] = []
-        self._first_batch: list[tuple[str, str, torch.Tensor]] = []
+        self._batch: batch_hash.Sample = []
+        self._first_batch: batch_hash.Sample = []
         self.step_of_last_call = 0
         self._absorbed: dict[tuple[Any, ...], int] = {}
         self._cpu = True
@@ -47,23 +47,12 @@ class Scene:
 
     def batch(self, recs: list[Rec], args: Any, kwargs: Any) -> None:
         """Keep a sample of what the model is called with, enough for a hash (64 numbers a tensor, copied)."""
-        picked = []
-        with torch.no_grad():
-            for name, tensor in arguments(args, kwargs):
-                if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
-                    continue
-                if tensor.device.type == "meta" or tensor.numel() == 0 or tensor.is_quantized:
-                    continue
-                flat = (
-                    tensor.detach().reshape(-1)
-                    if tensor.is_contiguous()
-                    else tensor.detach()[(0,) * (tensor.dim() - 1)]
-                )
-                step = max(1, flat.numel() // _SAMPLE)
-                picked.append((name, str(tuple(tensor.shape)), flat[::step][:_SAMPLE].clone()))
+        picked = batch_hash.sample(args, kwargs)
         self._batch = picked
         self._first_batch = self._first_batch or picked
         self.step_of_last_call = self.step
+        if self.catch is not None:
+            self.catch.batch(args, kwargs, self.step, picked)
         if self.judge.ops is not None:
             scaler = self.judge.scaling.scaler
             scale = float(scaler.get_scale()) if scaler is not None else None
@@ -72,11 +61,11 @@ class Scene:
 
     def batch_hash(self) -> str | None:
         """A short hash of the batch: shapes and up to 64 numbers of each tensor, by name."""
-        return _digest(self._batch)
+        return batch_hash.digest(self._batch)
 
     def first_batch_hash(self) -> str | None:
         """The same of the first batch that this watch has seen."""
-        return _digest(self._first_batch)
+        return batch_hash.digest(self._first_batch)
 
     # --- at the birth -----------------------------------------------------------------------------
 
@@ -111,6 +100,8 @@ class Scene:
             and origin.phase in ("forward", "state")
         ):
             self._run_again(origin, origin.call)
+        if self.catch is not None and not origin.literal:
+            self.catch.born(origin, self.observer, hand)
         with torch.no_grad():
             facts["tensors"] = tuple(self._describe(origin, rec, tensor, module, hand)) or _light(origin, rec)
 
@@ -123,7 +114,9 @@ class Scene:
         ran = _running(call)
         if ran is None or not possible(ran[0], ran[1:], self.observer.calls):
             return
-        shadow = Shadow(self.observer.names, origin.facts.get("before"))
+        shadow = Shadow(
+            self.observer.names, origin.facts.get("before"), self.catch.op if self.catch is not None else None
+        )
         self.observer.shadow = shadow
         try:
             known = rerun(shadow, ran[0], call, ran[1], ran[2])
@@ -335,19 +328,6 @@ def _shows(tensor: torch.Tensor, rec: Rec) -> bool:
     """Whether a tensor has the range of a record: inference tensors have nothing else to be known by."""
     numbers = probe.payload(tensor) if tensor.dtype is rec.dtype else None
     return numbers is not None and str(probe.limits(numbers)) == str((rec.lo, rec.hi))
-
-
-def _digest(batch: list[tuple[str, str, torch.Tensor]]) -> str | None:
-    if not batch:
-        return None
-    digest = hashlib.blake2b(digest_size=8)
-    for name, shape, sample in sorted(batch, key=lambda item: item[0]):
-        digest.update(f"{name}{shape}".encode())
-        numbers = sample.cpu()
-        if numbers.dtype.is_complex:
-            numbers = torch.view_as_real(numbers.to(torch.complex128))
-        digest.update(numbers.to(torch.float64).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _trail(rows: list[tuple[Call, list[Rec], list[Rec]]]) -> Iterator[finding.Call]:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from . import internals, probe, sites
 from .births import Birth, culprit, told, way
 from .causes import explain
-from .lineage import Lineage
+from .lineage import Keep, Lineage
 from .makers import Makers, code_of
 from .nodes import Nodes
 from .owners import Owners
@@ -35,7 +35,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every op of forward, loss, backward and optimizer, and follows what is born bad.
 
     `names` is a `Names`, `current_call` gives the innermost running module call of this thread, and
-    `on_host_read` is told when the program reads a bad number. Results are left alone: what an op will
+    `on_host_read` is told when the program reads a bad number, `keep` of each birth while the operands are in hand.
+    Results are left alone: what an op will
     overwrite is copied before it runs, and nothing of the user's is kept alive.
 
     Stays out, op by op, where a mode must: under forward AD, inside torch.func transforms, while a graph is
@@ -51,6 +52,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         names: Names,
         current_call: Callable[[], Call | None],
         on_host_read: Callable[[Tensor, Birth], None] | None = None,
+        keep: Keep | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.failures: list[str] = []
@@ -60,7 +62,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._makers = Makers()
         self._nodes = Nodes(current_call)
         self._places = Places(self._nodes, self._owners, current_call)
-        self._lineage = Lineage(self._places, self._owners, Witness(self._makers))
+        self._lineage = Lineage(self._places, self._owners, Witness(self._makers), keep)
 
     # --- what a watch asks ------------------------------------------------------------------------
 

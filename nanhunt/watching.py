@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,8 +14,12 @@ from .compiled import refuse_dead, retrace
 from .errors import UsageError, enabled
 from .hits import Hits
 from .options import OnHit, Options, checked
+from .report.files import MAX_MB
 from .verdict import KINDS
 from .watcher import Watch
+
+if TYPE_CHECKING:
+    from .catch import Catch
 
 
 class Nothing(Watch):
@@ -61,7 +66,12 @@ def watch(
     skip: Iterable[str] = (),
     backward: bool = True,
     compiled: str = "error",
+    capsule: str | os.PathLike[str] | None = None,
+    max_mb: float = MAX_MB,
+    slim: bool = False,
+    ring: int = 0,
     _defer: bool = False,
+    _catch: Catch | None = None,
 ) -> Watch:
     """Watch every module of `model`, forward and backward, and name what makes the first NaN or Inf.
 
@@ -89,6 +99,14 @@ def watch(
             where they cannot be added: `"error"`; `"retrace"` to throw away all compiled code of the process and
             pay for one more compilation; `"eager"` to run the model eagerly while it is watched. `detail="op"`
             always runs it eagerly.
+        capsule: a folder, made when it is needed, for a capsule of each of the first faults in different places, at
+            most 3: what `nanhunt replay` runs again. Copies are made of what a suspected birth was given, 4 at a
+            time; a healthy step costs nothing. The inputs of a module whose backward fails are gone by then:
+            `nanhunt.hunt` gives them.
+        max_mb: megabytes that all these copies together, and so a capsule, may have.
+        slim: keep the failing samples alone, where each result depends on one sample.
+        ring: keep copies of the last batches, and of the state of the random numbers, for a capsule: each step pays
+            for one copy of its batch, on its own device.
 
     Raises:
         UsageError: for something that is not a module, an option that does not exist, a model that was compiled
@@ -111,7 +129,12 @@ def watch(
         skip=skip,
         backward=backward,
         compiled=compiled,
+        capsule=capsule,
+        max_mb=max_mb,
+        slim=slim,
+        ring=ring,
         defer=_defer,
+        catch=_catch,
     )
     if not enabled():
         return Nothing(model, options)

@@ -42,6 +42,7 @@ coarse
 ranges
 headroom
 leaves
+batch_hash
 internals
 probe
 ranks
@@ -54,6 +55,9 @@ scripts
 compiled
 options
 hits
+safe_tensors
+cargo
+unpacked
 literals
 hooks
 recorder
@@ -61,6 +65,7 @@ meter
 schemas
 runs
 births
+op_list
 marks
 owners
 makers
@@ -74,10 +79,14 @@ looks
 moved
 arrivals
 oplevel
+rebuild
+catch
 ambient
 kept
 replay
 rerun
+reproduction
+capsule
 scaling
 state
 judge
@@ -86,6 +95,13 @@ observer
 scene
 watcher
 watching
+rehearsal
+capsule_reading
+running
+culprit
+replaying
+bisecting
+slimming
 away
 roots
 hunter
@@ -100,6 +116,7 @@ factory
 demo
 commands.show
 commands.demo
+commands.replay
 program
 closing
 word

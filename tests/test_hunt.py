@@ -678,5 +678,6 @@ def test_two_ranks(tmp_path: Any) -> None:
 def test_documented_signature() -> None:
     """The front door is the one of the contract."""
     names = list(inspect.signature(hunt).parameters)
-    assert names == ["step", "args", "model", "optimizer", "scaler", "restore", "kwargs"]
+    capsule = ["capsule", "max_mb", "slim"]
+    assert names == ["step", "args", "model", "optimizer", "scaler", "restore", *capsule, "kwargs"]
     assert issubclass(NonFiniteError, FloatingPointError)

@@ -82,7 +82,7 @@ class NanHuntCallback(_Events):
         detail: `"module"`, `"op"` or `"auto"`, as for `nanhunt.watch`.
         report: a folder for an HTML page and a JSON file of each fault, once for each place.
         options: what else `nanhunt.watch` takes: `stop`, `kinds`, `allow`, `every`, `only`, `skip`, `backward`,
-            `compiled`, `scaler`.
+            `compiled`, `scaler`, `capsule`, `max_mb`, `slim`, `ring`.
 
     Raises:
         UsageError: for an option that does not exist, at once; when the training begins, for a pattern of `only` or

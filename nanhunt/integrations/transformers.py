@@ -43,7 +43,7 @@ class NanHuntCallback(Spanned, TrainerCallback):  # type: ignore[misc, unused-ig
         detail: `"module"`, `"op"` or `"auto"`, as for `nanhunt.watch`.
         report: a folder for an HTML page and a JSON file of each fault, once for each place.
         options: what else `nanhunt.watch` takes: `stop`, `kinds`, `allow`, `every`, `only`, `skip`, `backward`,
-            `compiled`, `scaler`.
+            `compiled`, `scaler`, `capsule`, `max_mb`, `slim`, `ring`.
 
     Raises:
         UsageError: for an option that does not exist, at once; when the training begins, for a pattern of `only` or

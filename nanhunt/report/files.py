@@ -6,12 +6,17 @@ import contextlib
 import json
 import os
 import secrets
+import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import UsageError
 from ..finding import Finding
+
+MAX_MB = 256.0  # of a capsule, unless something else is asked for
+MOST_RING = 64  # batches
 
 
 def write_whole(path: str | os.PathLike[str], text: str) -> Path:
@@ -111,3 +116,38 @@ def read_findings(path: str | os.PathLike[str]) -> list[Finding]:
         return [Finding.from_dict(item) for item in (read if isinstance(read, list) else [read])]
     except UsageError as error:
         raise UsageError(f"{str(path)!r}: {error}") from error
+
+
+@contextlib.contextmanager
+def whole_folder(folder: str | os.PathLike[str], name: str) -> Iterator[tuple[Path, list[Path]]]:
+    """A draft to fill, which becomes `folder/name` at the end of the block; whatever interrupts it, nothing does.
+
+    Where the name is taken, by an earlier run or another process, `name-2` is, and so on. Gives the draft, and a list
+    that holds the path it was put at after the block.
+
+    Raises:
+        OSError: when it cannot be written.
+    """
+    parent = Path(os.path.realpath(folder))
+    parent.mkdir(parents=True, exist_ok=True)
+    draft = parent / f".{name[:80]}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
+    placed: list[Path] = []
+    try:
+        draft.mkdir()
+        yield draft, placed
+        nth = 1
+        while not placed:
+            target = parent / (name if nth == 1 else f"{name}-{nth}")
+            nth += 1
+            if os.path.lexists(target):
+                continue
+            try:
+                os.rename(draft, target)  # onto a folder that another has just put there, it fails
+            except OSError:
+                if not os.path.lexists(target):
+                    raise
+            else:
+                placed.append(target)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
