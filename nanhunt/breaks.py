@@ -69,8 +69,8 @@ class Breaks:
             found += self._hidden(step)
         if not found and step.metrics:
             found += self._metric(step)
-        if not bad and not step.skipped and step.loss is not None and not self._zeros:
-            found += self._well(step)
+        if step.loss is not None and set(bad) <= {"grad_norm"} and not self._zeros:
+            found += self._well(step)  # the loss of a step that is skipped is as good as any
         return found
 
     def end(self) -> list[Symptom]:
@@ -83,7 +83,7 @@ class Breaks:
         if rise is not None:
             return [self._explosion(rise, None)]
         if self.scale.falling >= 6 and self.scale.records > self.scale.falling:
-            return self._collapsed(self.scale.fall(self.scale._run[-1]))
+            return self._collapsed(self.scale.fall())
         return []
 
     def retold(self, symptom: Symptom) -> Symptom:
@@ -96,18 +96,20 @@ class Breaks:
     # --- what may have happened ---------------------------------------------------------------------------
 
     def _well(self, step: Step) -> list[Symptom]:
-        if self._norms:
+        fine = not step.skipped and not _bad(step.grad_norm)
+        if self._norms and fine:
             self.isolated_count += len(self._norms)
             self.isolated += self._norms[: max(4 - len(self.isolated), 0)]
             self._norms = []
         if self._broken:
-            self._calm += 1
+            self._calm = self._calm + 1 if fine else 0
             if self._calm < 3:
                 return []
             self._broken = False
             self.rises.restart()
         rise = self.rises.see(step)
-        self._healthy = step if rise is None and not self.rises._above else self._healthy
+        if fine and rise is None and not self.rises.above:
+            self._healthy = step
         if rise is None or "loss_explosion" in self._told:
             return []
         return [self._explosion(rise, None)]
@@ -259,7 +261,7 @@ class Breaks:
 
     def _norms_before(self) -> str:
         norm = self.rises.norm
-        recent = [s.grad_norm for s, _, high in list(self.rises._recent)[-8:] if high and s.grad_norm is not None]
+        recent = [s.grad_norm for s, _, high in self.rises.recent(8) if high and s.grad_norm is not None]
         if not norm or len(recent) < 2:
             return ""
         return (

@@ -53,7 +53,7 @@ class Level:
 
     @property
     def top(self) -> float:
-        """What hardly any healthy value passes."""
+        """What hardly any of the newer half of the healthy values passes."""
         self._freshen()
         return self._top
 
@@ -67,7 +67,7 @@ class Level:
             values = list(self._values)
             self._middle = median(values[-max(len(values) // 4, 5) :])
             self._noise = noise(values)
-            ordered = sorted(values)
+            ordered = sorted(values[-max(len(values) // 2, 5) :])
             self._top = ordered[-1 - len(ordered) // 20]
             self._stale = min(len(values), 32) // 8  # a few values more change little
 

@@ -106,6 +106,15 @@ class Rises:
             return None
         return self._rise("growth", sure=grown and leapt) if grown or leapt else None
 
+    @property
+    def above(self) -> bool:
+        """The loss is above its level now."""
+        return bool(self._above)
+
+    def recent(self, count: int) -> list[tuple[Step, bool, bool]]:
+        """The last records, each with whether its loss, and its gradient norm, is above the level."""
+        return list(self._recent)[-count:]
+
     def restart(self) -> None:
         """The run began anew, from a checkpoint: its level is where it will be."""
         self._above.clear()

@@ -41,6 +41,7 @@ class ScaleCourse:
         self._run: list[Step] = []  # a few of the steps skipped in a row, the first of them at least
         self._length = self._quiet = 0
         self._from: float | None = None
+        self._last = Step(step=None)  # that was skipped
         self._applied: Step | None = None  # the last step that was
         self._window: deque[bool] = deque(maxlen=1000)
 
@@ -75,6 +76,7 @@ class ScaleCourse:
         self._length += 1
         if self._from is None:
             self._from = scale if scale is not None else before
+        self._last = step
         if len(self._run) < 4:
             self._run.append(step)
         if step.worst is not None and len(self.by_name) < 1000:
@@ -88,8 +90,9 @@ class ScaleCourse:
             return self.fall(step, bottom=bottom)
         return None
 
-    def fall(self, step: Step, *, bottom: bool = False) -> Fall:
-        """The steps skipped in a row that `step` ends."""
+    def fall(self, step: Step | None = None, *, bottom: bool = False) -> Fall:
+        """The steps skipped in a row up to now, which `step` ends."""
+        step = step or self._last
         return Fall(
             first=self._run[0] if self._run else step,
             before=self._applied,

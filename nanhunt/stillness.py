@@ -128,7 +128,7 @@ class Stillness:
         run = self._runs.setdefault(form, [step, step])
         run[1] = step
         self._lengths[form] = self._lengths.get(form, 0) + 1
-        if self._lengths[form] < _FORMS[form]:
+        if self._lengths[form] < (_FORMS[form] if form != "no_lr" else self._idle()):
             return []
         return self._tell(form, run[0], step)
 
@@ -202,7 +202,13 @@ class Stillness:
         return low and lost >= 0.5 and self.stands(), True
 
     def _is_no_lr(self, step: Step) -> tuple[bool, bool]:
-        return not any(step.lr) and self._lr_most == 0.0, bool(step.lr)
+        return not any(step.lr), bool(step.lr)
+
+    def _idle(self) -> int:
+        """Records at a learning rate of 0 that are too many: where it was more, longer than the training until then."""
+        if self._lr_most == 0.0:
+            return _FORMS["no_lr"]
+        return max(100, self._records - self._lengths["no_lr"])
 
     def _is_done(self, step: Step) -> bool:
         """The loss is nearly gone, measured by where it began: a regression may begin at 1e-10."""
@@ -378,7 +384,8 @@ class Stillness:
             "no_lr",
             first,
             last,
-            f"The learning rate is 0 from {_at(first)} on: nothing is trained.",
+            f"The learning rate is 0 from {_at(first)} on: nothing is trained"
+            + (", though the run goes on: the schedule is over." if self._lr_most else "."),
             f"Learning rate 0 in {self._lengths['no_lr']} records.",
             self._flat(),
             confidence="certain",
