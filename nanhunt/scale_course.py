@@ -130,7 +130,7 @@ class ScaleCourse:
             return said + " without a skipped step."
         said += f"; {self.skipped} {'step was' if self.skipped == 1 else 'steps were'} skipped"
         if self.calibration:
-            said += f", {self.calibration} of them at the start, while the scale was being found: that is healthy"
+            said += f", {self.calibration} of them at the start, while the scale was being found"
         if self.churns:
             said += ": the gradients overflow often"
             if self.by_name:

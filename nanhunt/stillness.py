@@ -7,14 +7,12 @@ from collections import deque
 from statistics import median
 
 from .counsel import ADVICE
-from .levels import noise
+from .headway import LOW, Headway
 from .numerics import fmt
 from .steps import Step, Symptom
 
 _TINY = 1e-6  # a gradient norm below it for long: the method's own border
 _LONG = 10  # records that make "for long"
-_CLASSES = (2, 3, 4, 5, 10, 20)
-_HALF = ("float16", "bfloat16")
 
 
 class Stillness:
@@ -25,93 +23,26 @@ class Stillness:
         self._runs: dict[str, list[Step]] = {}  # form -> the first and the last record in which it held
         self._lengths: dict[str, int] = {}
         self._norms: list[float] = []  # the first few
-        self._opening: list[float] = []
-        self._ending: deque[float] = deque(maxlen=32)
-        self._least = math.inf
-        self._before: Step | None = None
         self._products: deque[float] = deque(maxlen=8)
-        self._loss: list[float] = []  # medians of blocks that double
-        self._block: list[float] = []
-        self._width = 8
-        self._begin: Step | None = None
-        self._ratio: deque[float] = deque(maxlen=8)
-        self._lost: deque[float] = deque(maxlen=8)
-        self._lr_most = 0.0
-        self._records = 0
-        self._state: tuple[str, ...] = ()
-        self._weights: tuple[str, ...] = ()
-        self._metrics: dict[str, list[float]] = {}
+        self._way = Headway()
 
     def see(self, step: Step) -> list[Symptom]:
         """What this record makes certain."""
-        self._records += 1
         self._note(step)
-        found = [symptom for form in _FORMS for symptom in self._held(form, step)]
-        self._before = step
-        return found
+        return [symptom for form in _FORMS for symptom in self._held(form, step)]
 
     def end(self) -> list[Symptom]:
         """What only the whole run tells: the loss has not moved, or no step was long enough to be sure before."""
         found = self._short_of_long()
         if not found and not self._told:
-            found = self._plateau()
+            found = self._way.plateau()
         return found
 
-    # --- what is kept ----------------------------------------------------------------------------------
-
     def _note(self, step: Step) -> None:
-        if self._begin is None:
-            self._begin = step
-        if step.loss is not None and math.isfinite(step.loss):
-            if len(self._opening) < 8:
-                self._opening.append(step.loss)
-            self._ending.append(step.loss)
-            self._least = min(self._least, step.loss)
-            self._block.append(step.loss)
-            if len(self._block) == self._width:
-                self._loss.append(median(self._block))
-                self._block = []
-                if len(self._loss) == 128:
-                    self._loss = [(a + b) / 2 for a, b in zip(self._loss[::2], self._loss[1::2])]
-                    self._width *= 2
+        self._way.see(step)
         norm = step.grad_norm
         if norm is not None and math.isfinite(norm) and norm > 0 and len(self._norms) < 8:
             self._norms.append(norm)
-        if step.lr:
-            self._lr_most = max(self._lr_most, *(abs(lr) for lr in step.lr if math.isfinite(lr)), 0.0)
-        if step.update_ratio is not None:
-            self._ratio.append(step.update_ratio)
-        if step.lost_updates is not None:
-            self._lost.append(step.lost_updates)
-        self._state = step.state_dtypes or self._state
-        self._weights = step.dtypes or self._weights
-        for name, value in step.metrics.items():
-            if math.isfinite(value) and (name in self._metrics or len(self._metrics) < 60):
-                self._metrics.setdefault(name, []).append(value)
-                del self._metrics[name][:-64]
-
-    def progress(self) -> float:
-        """Share of the first loss that is gone: 0 when nothing was gained, 1 when the loss has reached 0."""
-        if not self._opening or not self._ending:
-            return 0.0
-        first, now = median(self._opening[:5]), median(list(self._ending)[-5:])
-        spread = max(abs(first), 1e-12)
-        return (first - now) / spread
-
-    def stands(self) -> bool:
-        """The loss has gained next to nothing of late."""
-        blocks = self._loss
-        if len(blocks) < 8:
-            return self.progress() < 0.15
-        quarter = len(blocks) // 4
-        before, now = median(blocks[-2 * quarter : -quarter]), median(blocks[-quarter:])
-        return before - now < 0.03 * abs(before)
-
-    def converged(self) -> bool:
-        """The loss is nearly gone, or most of it: gradients are small then because there is nothing left to do."""
-        if not self._ending:
-            return False
-        return self.progress() > 0.15
 
     # --- forms -------------------------------------------------------------------------------------------
 
@@ -141,33 +72,33 @@ class Stillness:
         """What the log ends with, or a log of a few lines in all of which the same is wrong."""
         for form in ("no_gradient", "tiny"):
             length = self._lengths.get(form, 0)
-            if form not in self._told and (length >= 5 or 3 <= length >= self._records - 1):
+            if form not in self._told and (length >= 5 or 3 <= length >= self._way.records - 1):
                 return self._tell(form, *self._runs[form])
         return []
 
     def _is_no_gradient(self, step: Step) -> tuple[bool, bool]:
         norm = step.grad_norm
-        return norm == 0.0 and not self._is_done(step), norm is not None and (norm == 0.0 or not step.skipped)
+        return norm == 0.0 and not self._way.done(step), norm is not None and (norm == 0.0 or not step.skipped)
 
     def _is_tiny(self, step: Step) -> tuple[bool, bool]:
         norm = step.grad_norm
-        holds = norm is not None and 0.0 < norm < _TINY and not self.converged()
+        holds = norm is not None and 0.0 < norm < _TINY and not self._way.learned()
         return holds, norm is not None and not step.skipped
 
     def _is_saturated(self, step: Step) -> tuple[bool, bool]:
         norm = step.grad_norm
         if norm is None or len(self._norms) < 5 or step.skipped:
             return False, False
-        return norm < 1e-4 * median(self._norms) and not self.converged(), True
+        return norm < 1e-4 * median(self._norms) and not self._way.learned(), True
 
     def _is_under_scaled(self, step: Step) -> tuple[bool, bool]:
         half = step.autocast == "float16" or "float16" in step.dtypes
         if step.small_grads is None or not half or step.skipped:
             return False, False
-        much = step.small_grads > 0.4 and self.stands()
+        much = step.small_grads > 0.4 and self._way.stands()
         if step.loss_scale is None or step.loss_scale <= 1.0:
             return much, True  # small numbers are what a loss scale is for
-        return much and not self._is_done(step), True
+        return much and not self._way.done(step), True
 
     def _is_frozen(self, step: Step) -> tuple[bool, bool]:
         return bool(step.frozen), step.frozen is not None
@@ -189,31 +120,26 @@ class Stillness:
     def _is_cut_off(self, step: Step) -> tuple[bool, bool]:
         if step.faint is None or step.skipped:
             return False, False
-        return step.faint > 0.3 and not step.dead and not self.converged(), True
+        return step.faint > 0.3 and not step.dead and not self._way.learned(), True
 
     def _is_dead(self, step: Step) -> tuple[bool, bool]:
         return bool(step.dead), step.small_grads is not None or bool(step.dead)
 
     def _is_lost_updates(self, step: Step) -> tuple[bool, bool]:
         lost = step.lost_updates
-        low = any(dtype in _HALF or dtype.startswith("float8") for dtype in step.dtypes)
+        low = any(dtype in LOW or dtype.startswith("float8") for dtype in step.dtypes)
         if lost is None or step.skipped or (step.lr and not any(step.lr)):
             return False, False
-        return low and lost >= 0.5 and self.stands(), True
+        return low and lost >= 0.5 and self._way.stands(), True
 
     def _is_no_lr(self, step: Step) -> tuple[bool, bool]:
         return not any(step.lr), bool(step.lr)
 
     def _idle(self) -> int:
         """Records at a learning rate of 0 that are too many: where it was more, longer than the training until then."""
-        if self._lr_most == 0.0:
+        if self._way.lr_most == 0.0:
             return _FORMS["no_lr"]
-        return max(100, self._records - self._lengths["no_lr"])
-
-    def _is_done(self, step: Step) -> bool:
-        """The loss is nearly gone, measured by where it began: a regression may begin at 1e-10."""
-        first = abs(median(self._opening[:5])) if self._opening else 0.0
-        return step.loss is None or abs(step.loss) < 1e-2 * first
+        return max(100, self._way.records - self._lengths["no_lr"])
 
     # --- in words -----------------------------------------------------------------------------------------
 
@@ -233,14 +159,8 @@ class Stillness:
             seen=last.step,
         )
 
-    def _flat(self) -> str:
-        if len(self._opening) < 1:
-            return ""
-        first, now = self._opening[0], median(list(self._ending)[-5:])
-        return f"The loss went from {fmt(first)} to {fmt(now)} over {self._records} records."
-
     def _say_no_gradient(self, first: Step, last: Step) -> Symptom:
-        idle = bool(last.lr) and not any(last.lr) and self._lr_most == 0.0
+        idle = bool(last.lr) and not any(last.lr) and self._way.lr_most == 0.0
         why = (
             "and the learning rate is 0: no step is applied (a scaler that skips every step, or nothing to train)"
             if idle
@@ -253,7 +173,7 @@ class Stillness:
             last,
             f"The gradient norm is exactly 0 from {_at(first)} on {why}.",
             f"Gradient norm 0 in {self._lengths['no_gradient']} records, from {_at(first)} to {_at(last)}.",
-            self._flat(),
+            self._way.sentence(),
             confidence="certain",
         )
 
@@ -270,7 +190,7 @@ class Stillness:
             f"The gradient norm is below {fmt(_TINY)} from {_at(first)} on while the loss stands: {why}.",
             f"Gradient norm {fmt(first.grad_norm)} at {_at(first)}, {fmt(last.grad_norm)} at {_at(last)}.",
             f"Loss scale {fmt(scaled)}." if scaled is not None else "",
-            self._flat(),
+            self._way.sentence(),
             confidence="likely",
         )
 
@@ -283,7 +203,7 @@ class Stillness:
             f"The gradient norm fell from {fmt(median(self._norms))} to {fmt(last.grad_norm)} while the loss stands: "
             "the activations have saturated or died.",
             f"Gradient norm {fmt(first.grad_norm)} at {_at(first)}, {fmt(last.grad_norm)} at {_at(last)}.",
-            self._flat(),
+            self._way.sentence(),
             confidence="likely",
         )
 
@@ -299,7 +219,7 @@ class Stillness:
             "become 0.",
             f"Share of gradients below float16's smallest normal, 6.1e-5: {last.small_grads:.1%} at {_at(last)}"
             + (f", zeros {last.zero_grads:.1%}." if last.zero_grads is not None else "."),
-            self._flat(),
+            self._way.sentence(),
             confidence="certain",
         )
 
@@ -313,7 +233,7 @@ class Stillness:
             f"{last.frozen:.1%} of the optimizer's second moments are infinite since {_at(first)}: these weights get "
             "an update of 0 for ever. A gradient was so large that its square overflowed.",
             f"Infinite second moments: {first.frozen or 0:.2%} at {_at(first)}, {last.frozen:.2%} at {_at(last)}.",
-            self._flat(),
+            self._way.sentence(),
             confidence="certain",
         )
 
@@ -330,7 +250,7 @@ class Stillness:
             f"reaches the optimizer has a norm of {fmt(norm)}.",
             f"Norm after clipping {fmt(norm)}{whole}, times the loss scale {fmt(last.loss_scale)} = {fmt(limit)}, the "
             f"same in each of {len(self._products)} records.",
-            self._flat(),
+            self._way.sentence(),
             confidence="certain",
         )
 
@@ -342,7 +262,7 @@ class Stillness:
             last,
             f"{', '.join(last.dead[:3])}: only zeros come out since {_at(first)}, so no gradient passes through.",
             f"Zero in every sampled step from {_at(first)} to {_at(last)}.",
-            self._flat(),
+            self._way.sentence(),
             confidence="likely",
         )
 
@@ -357,13 +277,13 @@ class Stillness:
             "trained, the gradient dies on its way back to them.",
             f"Share of such weights: {first.faint or 0:.0%} at {_at(first)}, {last.faint:.0%} at {_at(last)}; gradient "
             f"norm of all weights {fmt(last.grad_norm)}.",
-            self._flat(),
+            self._way.sentence(),
             confidence="likely",
         )
 
     def _say_lost_updates(self, first: Step, last: Step) -> Symptom:
         assert last.lost_updates is not None
-        dtype = next((d for d in last.dtypes if d in _HALF or d.startswith("float8")), "low-precision")
+        dtype = next((d for d in last.dtypes if d in LOW or d.startswith("float8")), "low-precision")
         return self._symptom(
             "non_convergence",
             "lost_updates",
@@ -374,7 +294,7 @@ class Stillness:
             f"Weights that an update did not change although their gradient was not 0: {last.lost_updates:.0%} at "
             f"{_at(last)}.",
             f"Learning rate {fmt(max(last.lr))}." if last.lr else "",
-            self._flat(),
+            self._way.sentence(),
             confidence="certain",
         )
 
@@ -385,58 +305,11 @@ class Stillness:
             first,
             last,
             f"The learning rate is 0 from {_at(first)} on: nothing is trained"
-            + (", though the run goes on: the schedule is over." if self._lr_most else "."),
+            + (", though the run goes on: the schedule is over." if self._way.lr_most else "."),
             f"Learning rate 0 in {self._lengths['no_lr']} records.",
-            self._flat(),
+            self._way.sentence(),
             confidence="certain",
         )
-
-    # --- a loss that does not move --------------------------------------------------------------------------
-
-    def _plateau(self) -> list[Symptom]:
-        blocks = self._loss
-        if len(blocks) < 4 or self._begin is None or self._before is None:
-            return []
-        spread = noise(blocks)
-        third = max(len(blocks) // 3, 1)
-        early, late = median(blocks[:third]), median(blocks[-third:])
-        gained = (early - late) / max(abs(early), 1e-12)
-        if gained > 0.02 or early - late > 4 * spread or self.progress() > 0.05 or abs(late) < 1e-2:
-            return []
-        low_state = [d for d in self._state if d in _HALF]
-        low = [d for d in self._weights if d in _HALF]
-        form = "low_precision_state" if low_state or low else "plateau"
-        still = bool(self._ratio) and median(self._ratio) < 1e-7
-        if form == "plateau" and not still and not self._is_stuck(late, spread):
-            return []
-        why = "the loss has not moved"
-        if low_state or low:
-            what = "optimizer state" if low_state else "weights"
-            why += f", and the {what} is kept in {(low_state or low)[0]}"
-        elif still:
-            why += f", and an update changes the weights by {fmt(median(self._ratio))} of their size only"
-        return [
-            self._symptom(
-                "non_convergence",
-                form,
-                self._begin,
-                self._before,
-                f"Over {self._records} records {why}.",
-                self._flat(),
-                f"Learning rate up to {fmt(self._lr_most)}." if self._lr_most else "",
-                confidence="likely" if still or low_state or low else "possible",
-            )
-        ]
-
-    def _is_stuck(self, late: float, spread: float) -> bool:
-        """At the level of chance, and without noise to speak of; no metric has improved either.
-
-        A run that begins with good weights stands still as well: at a level that chance does not give. Chance gives
-        ln(k) for k classes; far up it is what any vocabulary gives.
-        """
-        moving = any(_moved(values) for values in self._metrics.values())
-        chance = late > 4.0 or any(abs(late / math.log(k) - 1) < 0.015 for k in _CLASSES)
-        return chance and not moving and spread < 0.05 * abs(late)
 
 
 # Form -> how many records in a row make it certain.
@@ -452,14 +325,6 @@ _FORMS = {
     "lost_updates": 3,
     "no_lr": 10,
 }
-
-
-def _moved(values: list[float]) -> bool:
-    if len(values) < 4:
-        return False
-    third = max(len(values) // 3, 1)
-    change = abs(median(values[-third:]) - median(values[:third]))
-    return change > max(3 * noise(values), 0.05 * abs(median(values[:third])))
 
 
 def _at(step: Step) -> str:
