@@ -11,23 +11,31 @@ if TYPE_CHECKING:
     from .errors import NanhuntError as NanhuntError
     from .errors import NonFiniteError as NonFiniteError
     from .errors import NonFiniteWarning as NonFiniteWarning
+    from .errors import SymptomError as SymptomError
+    from .errors import SymptomWarning as SymptomWarning
     from .errors import UsageError as UsageError
     from .finding import Finding as Finding
     from .finding import TensorStats as TensorStats
     from .hunter import hunt as hunt
+    from .logs.reading import read_log as read_log
+    from .monitoring import Monitor as Monitor
     from .watcher import Watch as Watch
     from .watching import watch as watch
 
 # Public name -> the file it lives in, loaded when it is first used: importing nanhunt does not import torch.
 _WHERE = {
     "Finding": "finding",
+    "Monitor": "monitoring",
     "NanhuntError": "errors",
     "NonFiniteError": "errors",
     "NonFiniteWarning": "errors",
+    "SymptomError": "errors",
+    "SymptomWarning": "errors",
     "TensorStats": "finding",
     "UsageError": "errors",
     "Watch": "watcher",
     "hunt": "hunter",
+    "read_log": "logs.reading",
     "watch": "watching",
 }
 

@@ -79,6 +79,8 @@ class Breaks:
             return []
         if len(self._norms) >= 2:
             return self._break(self._norms[0], ("grad_norm",), form="gradient")
+        if len(self._zeros) >= 5:
+            return self._break(self._zeros[0], ("loss",), form="hidden")
         rise = self.rises.running(at_end=True)
         if rise is not None:
             return [self._explosion(rise, None)]
@@ -135,8 +137,9 @@ class Breaks:
         if last is None or not level >= 0.02 or self.rises.least < 0.1 * level:
             return []
         self._zeros.append(step)
-        enough = 3 if step.grad_norm is None else 8  # with a gradient of 0 it may be all that is left to do
-        return self._break(self._zeros[0], ("loss",), form="hidden") if len(self._zeros) >= enough else []
+        # With a gradient of 0 it may be all that is left to do, for a while: see `end`.
+        sure = len(self._zeros) >= 3 and step.grad_norm is None
+        return self._break(self._zeros[0], ("loss",), form="hidden") if sure else []
 
     def _metric(self, step: Step) -> list[Symptom]:
         bad = [name for name, value in step.metrics.items() if not math.isfinite(value) and "loss" in name.lower()]

@@ -108,6 +108,14 @@ ADVICE: dict[str, tuple[str, ...]] = {
         "Keep the optimizer's moments in float32: float16 and bfloat16 swallow small updates.",
         "Keep float32 master weights.",
     ),
+    "tiny_updates": (
+        "Raise the learning rate: find it with a short range test, from 1e-6 upwards.",
+        "Check that nothing divides the loss, or the gradients, by a large number.",
+    ),
+    "clipped_to_nothing": (
+        "Raise max_norm of the gradient clipping to about the usual gradient norm.",
+        "With a GradScaler: clip after scaler.unscale_(optimizer), not before it.",
+    ),
     "no_lr": (
         "Check the scheduler: the learning rate is zero.",
         "transformers and DeepSpeed: check the warm-up, and whether every step is skipped.",

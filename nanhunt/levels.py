@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from statistics import median
 
 _NORMAL = 1.4826  # a median absolute deviation times this is the standard deviation of normal noise
+_NINTH = 1.2816  # deviations from the median to the ninth decile of normal noise
 
 
 class Level:
@@ -84,4 +85,7 @@ def noise(values: Sequence[float]) -> float:
     centre = median(rest)
     about = _NORMAL * median([abs(value - centre) for value in rest])
     steps = [abs(b - a) for a, b in itertools.pairwise(values)]
-    return max(about, _NORMAL * median(steps) / math.sqrt(2))
+    # A loss that is 0 in most batches has no deviation at its median, but has one at its ninth decile.
+    newest = sorted(values[-half:])
+    upper = (newest[-1 - half // 10] - median(newest)) / _NINTH
+    return max(about, _NORMAL * median(steps) / math.sqrt(2), upper if half >= 10 else 0.0)

@@ -102,7 +102,7 @@ class Rises:
         if self._norms_grew() and len(losses) >= 2 and rise > 0.1 * self._unit():
             grown = True
         leapt = rise > max(self._unit(), 10 * self.loss.noise)
-        if at_end and not (grown and len(losses) >= 3 and (leapt or self._norms_grew())):
+        if at_end and not (grown and len(losses) >= 3 and (leapt or self._norms_grow())):
             return None
         return self._rise("growth", sure=grown and leapt) if grown or leapt else None
 
@@ -175,6 +175,11 @@ class Rises:
         norms = self._norms_above()
         return bool(self.norm) and len(norms) >= 2 and median(norms) > 4 * max(self.norm.middle, 1e-30)
 
+    def _norms_grow(self) -> bool:
+        """They have left their level, and go on rising."""
+        norms = self._norms_above()
+        return self._norms_grew() and median(norms[-2:]) >= 1.5 * median(norms[:2])
+
     def _norms_fell(self) -> bool:
         """The gradient went when the loss rose: the units have died, and the loss is where chance leaves it."""
         norms = self._norms_above()
@@ -204,7 +209,7 @@ class Rises:
         early = median(losses[:2]) - self.loss.middle
         if count >= 4 and rise > max(unit, 10 * noise) and rise >= 1.5 * early and losses[-1] >= 0.8 * max(losses):
             return self._rise("growth", sure=rise > 3 * unit)
-        if count >= 4 and self._norms_grew() and rise > max(0.5 * unit, 8 * noise) and rise >= 1.2 * early:
+        if count >= 4 and self._norms_grow() and rise > max(0.5 * unit, 8 * noise) and rise >= 1.2 * early:
             return self._rise("growth", sure=True)
         if count >= 25:
             late, start = median(losses[-8:]) - self.loss.middle, median(losses[2:10]) - self.loss.middle

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from . import coarse, finding, frames, listing, outline, probe, sites
+from . import batches, coarse, finding, frames, listing, outline, probe, sites
 from .finding import Finding, TensorStats
 from .leaves import arguments, forward_parameters
 from .naming import type_name
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from .observer import Observer
 
 _ROWS = 8  # tensors of one role that are described
-_SAMPLE = 64  # numbers of each batch tensor that go into the hash
 _REACHED = 50  # modules on the way of a bad value that a report names
 _OFTEN = 3  # after so many absorbed births of one kind in one place, the full numbers are not taken again
 
@@ -37,8 +35,8 @@ class Scene:
         self.eager = False  # a compiled model is run eagerly because of this watch
         self.optimizer: Any = None
         self.loss: float | None = None
-        self._batch: list[tuple[str, str, torch.Tensor]] = []
-        self._first_batch: list[tuple[str, str, torch.Tensor]] = []
+        self._batch: batches.Picked = []
+        self._first_batch: batches.Picked = []
         self.step_of_last_call = 0
         self._absorbed: dict[tuple[Any, ...], int] = {}
         self._cpu = True
@@ -47,22 +45,8 @@ class Scene:
 
     def batch(self, recs: list[Rec], args: Any, kwargs: Any) -> None:
         """Keep a sample of what the model is called with, enough for a hash (64 numbers a tensor, copied)."""
-        picked = []
-        with torch.no_grad():
-            for name, tensor in arguments(args, kwargs):
-                if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
-                    continue
-                if tensor.device.type == "meta" or tensor.numel() == 0 or tensor.is_quantized:
-                    continue
-                flat = (
-                    tensor.detach().reshape(-1)
-                    if tensor.is_contiguous()
-                    else tensor.detach()[(0,) * (tensor.dim() - 1)]
-                )
-                step = max(1, flat.numel() // _SAMPLE)
-                picked.append((name, str(tuple(tensor.shape)), flat[::step][:_SAMPLE].clone()))
-        self._batch = picked
-        self._first_batch = self._first_batch or picked
+        self._batch = batches.pick(args, kwargs)
+        self._first_batch = self._first_batch or self._batch
         self.step_of_last_call = self.step
         if self.judge.ops is not None:
             scaler = self.judge.scaling.scaler
@@ -72,11 +56,11 @@ class Scene:
 
     def batch_hash(self) -> str | None:
         """A short hash of the batch: shapes and up to 64 numbers of each tensor, by name."""
-        return _digest(self._batch)
+        return batches.digest(self._batch)
 
     def first_batch_hash(self) -> str | None:
         """The same of the first batch that this watch has seen."""
-        return _digest(self._first_batch)
+        return batches.digest(self._first_batch)
 
     # --- at the birth -----------------------------------------------------------------------------
 
@@ -335,19 +319,6 @@ def _shows(tensor: torch.Tensor, rec: Rec) -> bool:
     """Whether a tensor has the range of a record: inference tensors have nothing else to be known by."""
     numbers = probe.payload(tensor) if tensor.dtype is rec.dtype else None
     return numbers is not None and str(probe.limits(numbers)) == str((rec.lo, rec.hi))
-
-
-def _digest(batch: list[tuple[str, str, torch.Tensor]]) -> str | None:
-    if not batch:
-        return None
-    digest = hashlib.blake2b(digest_size=8)
-    for name, shape, sample in sorted(batch, key=lambda item: item[0]):
-        digest.update(f"{name}{shape}".encode())
-        numbers = sample.cpu()
-        if numbers.dtype.is_complex:
-            numbers = torch.view_as_real(numbers.to(torch.complex128))
-        digest.update(numbers.to(torch.float64).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _trail(rows: list[tuple[Call, list[Rec], list[Rec]]]) -> Iterator[finding.Call]:

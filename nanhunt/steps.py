@@ -38,7 +38,7 @@ class Step:
         zero_grads: share of gradient entries that are exactly zero.
         small_grads: share of the nonzero gradient entries that the format they were computed in can hold only as
             subnormals: what a larger loss scale would save.
-        faint: share of the weights whose parameter has a gradient with a norm below 1e-6 of that of all gradients: layers
+        faint: share of the weights whose parameter has a gradient norm below 1e-6 of that of all gradients: layers
             that nothing comes back to, while the whole norm looks well.
         frozen: share of optimizer second moments that are infinite: such weights never move again.
         dead: names of modules whose output was constant zero (dead activations).

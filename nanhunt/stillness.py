@@ -12,6 +12,7 @@ from .numerics import fmt
 from .steps import Step, Symptom
 
 _TINY = 1e-6  # a gradient norm below it for long: the method's own border
+_NOTHING = 1e-8  # an update that is smaller than this part of the weights
 _LONG = 10  # records that make "for long"
 
 
@@ -29,7 +30,11 @@ class Stillness:
     def see(self, step: Step) -> list[Symptom]:
         """What this record makes certain."""
         self._note(step)
-        return [symptom for form in _FORMS for symptom in self._held(form, step)]
+        found = [symptom for form in _FORMS for symptom in self._held(form, step)]
+        if not found and not self._told and self._way.records in _LOOKS:
+            found = [symptom for symptom in self._way.plateau() if symptom.confidence != "possible"]
+            self._told.update(symptom.form for symptom in found)
+        return found
 
     def end(self) -> list[Symptom]:
         """What only the whole run tells: the loss has not moved, or no step was long enough to be sure before."""
@@ -105,6 +110,9 @@ class Stillness:
 
     def _is_clipped_before_unscale(self, step: Step) -> tuple[bool, bool]:
         scale, norm = step.loss_scale, step.clipped_norm
+        if step.clipped_scaled is False:  # it is known to have been in order: max_norm is that small
+            self._products.clear()
+            return False, True
         if norm is None:  # a log: what is clipped is what is logged
             norm = step.grad_norm
         elif step.grad_norm is not None and norm > 0.5 * step.grad_norm:
@@ -132,8 +140,21 @@ class Stillness:
             return False, False
         return low and lost >= 0.5 and self._way.stands(), True
 
+    def _is_tiny_updates(self, step: Step) -> tuple[bool, bool]:
+        ratio = step.update_ratio
+        if ratio is None or step.skipped or not any(step.lr):
+            return False, False
+        reason = step.grad_norm is None or step.grad_norm > 1e-5  # without a gradient there is nothing to update by
+        return ratio < _NOTHING and reason and not self._way.learned(), True
+
+    def _is_clipped_to_nothing(self, step: Step) -> tuple[bool, bool]:
+        norm, left = step.grad_norm, step.clipped_norm
+        if norm is None or left is None or step.skipped:
+            return False, False
+        return left < 1e-4 * min(norm, 1.0) and not self._way.learned(), True
+
     def _is_no_lr(self, step: Step) -> tuple[bool, bool]:
-        return not any(step.lr), bool(step.lr)
+        return not any(step.lr), bool(step.lr) and not step.skipped
 
     def _idle(self) -> int:
         """Records at a learning rate of 0 that are too many: where it was more, longer than the training until then."""
@@ -298,6 +319,34 @@ class Stillness:
             confidence="certain",
         )
 
+    def _say_tiny_updates(self, first: Step, last: Step) -> Symptom:
+        return self._symptom(
+            "non_convergence",
+            "tiny_updates",
+            first,
+            last,
+            f"An update changes the weights by {fmt(last.update_ratio)} of their size only: the learning rate"
+            + (f" ({fmt(max(last.lr))})" if last.lr else "")
+            + " is far too small.",
+            f"Size of an update over that of the weights: {fmt(first.update_ratio)} at {_at(first)}, "
+            f"{fmt(last.update_ratio)} at {_at(last)}; about 1e-3 is usual.",
+            self._way.sentence(),
+            confidence="likely",
+        )
+
+    def _say_clipped_to_nothing(self, first: Step, last: Step) -> Symptom:
+        return self._symptom(
+            "non_convergence",
+            "clipped_to_nothing",
+            first,
+            last,
+            f"Clipping leaves {fmt(last.clipped_norm)} of a gradient norm of {fmt(last.grad_norm)}: next to nothing "
+            "reaches the weights.",
+            f"Gradient norm {fmt(first.grad_norm)} at {_at(first)}, after clipping {fmt(first.clipped_norm)}.",
+            self._way.sentence(),
+            confidence="likely",
+        )
+
     def _say_no_lr(self, first: Step, last: Step) -> Symptom:
         return self._symptom(
             "non_convergence",
@@ -312,6 +361,9 @@ class Stillness:
         )
 
 
+# Records after which a loss that has not moved is told while the run goes on, where more speaks for it.
+_LOOKS = {512 * 2**n for n in range(20)}
+
 # Form -> how many records in a row make it certain.
 _FORMS = {
     "no_gradient": 5,
@@ -324,6 +376,8 @@ _FORMS = {
     "cut_off": 3,
     "lost_updates": 3,
     "no_lr": 10,
+    "tiny_updates": 3,
+    "clipped_to_nothing": 20,
 }
 
 

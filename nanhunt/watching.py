@@ -13,6 +13,7 @@ from .compiled import refuse_dead, retrace
 from .errors import UsageError, enabled
 from .hits import Hits
 from .options import OnHit, Options, checked
+from .terms import options_of
 from .verdict import KINDS
 from .watcher import Watch
 
@@ -61,6 +62,7 @@ def watch(
     skip: Iterable[str] = (),
     backward: bool = True,
     compiled: str = "error",
+    monitor: Any = False,
     _defer: bool = False,
 ) -> Watch:
     """Watch every module of `model`, forward and backward, and name what makes the first NaN or Inf.
@@ -89,6 +91,8 @@ def watch(
             where they cannot be added: `"error"`; `"retrace"` to throw away all compiled code of the process and
             pay for one more compilation; `"eager"` to run the model eagerly while it is watched. `detail="op"`
             always runs it eagerly.
+        monitor: True, a file for the record, or a dict with options of `nanhunt.Monitor`: also record every step in
+            a few numbers, and what they say of the run. It is the watch's `monitor`.
 
     Raises:
         UsageError: for something that is not a module, an option that does not exist, a model that was compiled
@@ -113,10 +117,27 @@ def watch(
         compiled=compiled,
         defer=_defer,
     )
+    recorded = None if monitor is False else options_of(monitor)
     if not enabled():
-        return Nothing(model, options)
+        return _monitored(Nothing(model, options), model, recorded, optimizer, scaler)
     if compiled == "retrace":
         retrace()
     elif compiled == "error" and detail != "op":
         refuse_dead(model)
-    return Watch(model, options)
+    return _monitored(Watch(model, options), model, recorded, optimizer, scaler)
+
+
+def _monitored(
+    made: Watch, model: nn.Module, options: dict[str, Any] | None, optimizer: torch.optim.Optimizer | None, scaler: Any
+) -> Watch:
+    """The watch with its monitor, which counts the steps as the watch does."""
+    if options is None:
+        return made
+    from .monitoring import Monitor  # its own follow-up opens watches
+
+    try:
+        made.monitor = Monitor(model, optimizer, scaler, **options, _number=lambda: made.step)
+    except BaseException:
+        made.remove()
+        raise
+    return made

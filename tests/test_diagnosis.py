@@ -315,6 +315,8 @@ def test_updates_below_half_an_ulp_are_lost() -> None:
 
 def test_a_learning_rate_of_zero_trains_nothing_and_one_that_ends_there_is_a_schedule() -> None:
     assert diagnosed(steps(flat(40), norms=[0.3] * 40, lrs=[0.0] * 40)).symptoms[0].form == "no_lr"
+    skipped = [Step(step=i, lr=(0.0,), skipped=True, loss_scale=2.0 ** (32 - i)) for i in range(15)]  # of a warm-up
+    assert diagnosed([*skipped, *steps(learning(40), lrs=[1e-4] * 40)]).symptom == "none"
     falling = [max(1 - i / 60, 0.0) for i in range(80)]
     assert diagnosed(steps(learning(80), norms=[0.3] * 80, lrs=falling)).symptom == "none"
 
