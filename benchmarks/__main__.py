@@ -22,10 +22,10 @@ import torch
 
 import nanhunt
 
-from . import apart, compiled, counts, models, overhead, permodule, scaling, tables, tools
+from . import apart, compiled, counts, models, monitored, overhead, permodule, scaling, tables, tools
 
 SHARE = 0.75  # of the time for the ratios; the rest is what the fixed parts take at about 12 minutes
-PARTS = ("overhead", "permodule", "scaling", "counts", "compiled")
+PARTS = ("overhead", "permodule", "scaling", "counts", "monitor", "compiled")
 PACKAGES = ("transformers", "nndiagnostics", "sherlorch", "torchlens", "mindstudio-probe")
 
 
@@ -68,6 +68,8 @@ def measure(asked: argparse.Namespace, given: list[str]) -> dict[str, Any]:
         results["scaling"] = _scaling(quick)
     if "counts" in asked.parts:
         results["counts"] = counts.measure([m for m in counts.COUNTED if m in asked.models], quick=quick)
+    if "monitor" in asked.parts:
+        results["monitor"] = monitored.measure([m for m in monitored.MEASURED if m in asked.models], quick=quick)
     if "compiled" in asked.parts:
         results["compiled"] = _compiled(quick)
     return results

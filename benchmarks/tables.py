@@ -72,6 +72,7 @@ def all_tables(results: Results) -> dict[str, str]:
         "scaling": scaling(results),
         "counts": counts(results),
         "memory": memory(results),
+        "monitor": monitor(results),
         "compiled": compiled(results),
         "gpu": gpu(results),
         "targets": targets(results),
@@ -234,6 +235,26 @@ def memory(results: Results) -> str:
         for row in results.get("counts", ())
     ]
     headers = ["model", "way", "tensors", "Python objects", "tensors: further bytes a step", "Python", "whole heap"]
+    return _markdown(rows, headers)
+
+
+def monitor(results: Results) -> str:
+    rows = []
+    for row in results.get("monitor", ()):
+        further = row["further"]
+        rows.append(
+            [
+                row["model"],
+                _ratio({"ratio": row["ordinary"], "note": ""}, True),
+                f"{1 + row['own']:.4f}",
+                _ratio({"ratio": row["sampled"], "note": ""}, True),
+                f"{row['whole']:.3f}",
+                row["parameters"],
+                *(f"{further[way]['ops']} / {further[way]['reads']}" for way in further),
+            ]
+        )
+    headers = ["model", "ordinary step", "by its own time", "sampled step", "all, one of 50 sampled", "parameters"]
+    headers += ["further ops / host reads", "the same, as on an accelerator", "the same, sampled"]
     return _markdown(rows, headers)
 
 

@@ -56,6 +56,14 @@ def _forward(what: str, model: str, limit: float, *, predicted: str = "", tried:
     )
 
 
+def _monitor(model: str) -> Callable[[Results], float | None]:
+    def read(results: Results) -> float | None:
+        found = [row for row in results.get("monitor", ()) if row["model"] == model]
+        return float(found[0]["whole"]) if found else None
+
+    return read
+
+
 def _links(results: Results) -> Any:
     found = results.get("permodule", {}).get("modules", ())
     return found[0] if found else None
@@ -146,6 +154,13 @@ TARGETS = (
         floor=lambda results: 1.0,
         predicted="1.3",
         tried=_PIECES,
+    ),
+    Target(
+        what="Monitor, GPT 6x256, training step",
+        limit=1.01,
+        measured=_monitor("gpt"),
+        predicted="1.003",
+        tried="one norm for each gradient in one fused call, and no look at weights or entries but in one step of 50",
     ),
     Target(what="attaching, for one module", limit=20, unit="us", measured=_attach, predicted="16"),
     Target(

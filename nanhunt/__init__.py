@@ -11,10 +11,14 @@ if TYPE_CHECKING:
     from .errors import NanhuntError as NanhuntError
     from .errors import NonFiniteError as NonFiniteError
     from .errors import NonFiniteWarning as NonFiniteWarning
+    from .errors import SymptomError as SymptomError
+    from .errors import SymptomWarning as SymptomWarning
     from .errors import UsageError as UsageError
     from .finding import Finding as Finding
     from .finding import TensorStats as TensorStats
     from .hunter import hunt as hunt
+    from .logs.reading import read_log as read_log
+    from .monitoring import Monitor as Monitor
     from .replaying import Capsule as Capsule
     from .replaying import load_capsule as load_capsule
     from .watcher import Watch as Watch
@@ -24,14 +28,18 @@ if TYPE_CHECKING:
 _WHERE = {
     "Capsule": "replaying",
     "Finding": "finding",
+    "Monitor": "monitoring",
     "NanhuntError": "errors",
     "NonFiniteError": "errors",
     "NonFiniteWarning": "errors",
+    "SymptomError": "errors",
+    "SymptomWarning": "errors",
     "TensorStats": "finding",
     "UsageError": "errors",
     "Watch": "watcher",
     "hunt": "hunter",
     "load_capsule": "replaying",
+    "read_log": "logs.reading",
     "watch": "watching",
 }
 

@@ -13,6 +13,7 @@ from .verdict import KINDS
 
 _USAGE = """\
 nanhunt [options] (SCRIPT | -m MODULE | -c CODE) [arguments of the program]
+       nanhunt log [--json | --html] [-o OUT] [--ranks] FILE...
        nanhunt show [--json | --html] [-o OUT] FILE...
        nanhunt replay [--model MODULE:FACTORY] [--dtype DTYPE] [--bisect] CAPSULE
        nanhunt demo [--dtype DTYPE] [--save FILE]"""
@@ -35,6 +36,8 @@ examples:
   torchrun --nproc-per-node 2 -m nanhunt train.py           each rank under its own watch
   accelerate launch -m nanhunt train.py
 
+  python -m nanhunt log train.log                  what went wrong in a run, from its log alone
+  python -m nanhunt log --html run1.csv run2.csv   two runs as a page for a browser, in run1.html
   python -m nanhunt show a.json b.json             read saved findings again
   python -m nanhunt show --html a.json             the same as a page for a browser, in a.html
   python -m nanhunt --capsule faults train.py      keep what the fault was made of, in a folder of its own
@@ -49,7 +52,7 @@ in a program, around any number of steps:
 
 exit code: the program's own; 1 when a fault was found (in a child process, too) in a program that would
 have ended with 0; 2 when the program could not be started, or the report could not be written. A script
-that is called show, replay or demo is run as ./show.
+that is called show, log, replay or demo is run as ./show.
 NANHUNT=0 in the environment turns every watch off (the program runs alone), NANHUNT=1 is the default.
 """
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy
 import torch
 
-from . import __version__, batch_hash, reproduction, safe_tensors
+from . import __version__, batches, reproduction, safe_tensors
 from .cargo import packed
 from .catch import Part, Parts
 from .errors import NonFiniteWarning
@@ -74,7 +74,7 @@ def _fill(draft: Path, finding: Finding, parts: Parts, *, slim: bool = False) ->
             for title, part in named.items()
         },
         "batches": [title for title in named if title.startswith("batch")],
-        "hashes": [{"step": one["step"], "hash": batch_hash.digest(one["sample"])} for one in parts.hashes],
+        "hashes": [{"step": one["step"], "hash": batches.digest(one["sample"])} for one in parts.hashes],
         "left_out": [f"{title}.{what}" for title, part in named.items() for what in part.cargo.left_out],
         "missing": list(missing(finding, parts, slim=slim)),
     }

@@ -1,4 +1,4 @@
-"""The command line: `nanhunt train.py`, `nanhunt show FILE...`, `nanhunt replay CAPSULE`, `nanhunt demo`."""
+"""The command line: `nanhunt train.py`, and the commands `log`, `show`, `replay` and `demo`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .report.lines import clean
 FOUND, USAGE = 1, 2
 
 # The words that are commands: each has a file in commands/, loaded when the word is used.
-COMMANDS = ("demo", "replay", "show")
+COMMANDS = ("demo", "log", "replay", "show")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

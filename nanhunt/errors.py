@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .finding import Finding
+    from .steps import Symptom
 
 
 class NanhuntError(Exception):
@@ -39,6 +40,25 @@ class NonFiniteError(FloatingPointError):
 
 class NonFiniteWarning(RuntimeWarning):
     """What `on_hit="warn"` says, and what a watch could not look at."""
+
+
+class SymptomError(RuntimeError):
+    """What `Monitor(on_symptom="raise")` stops the training with; `symptom` says what is wrong with the run."""
+
+    symptom: Symptom
+
+    def __init__(self, symptom: Symptom) -> None:
+        super().__init__(symptom)
+        self.symptom = symptom
+
+    def __str__(self) -> str:
+        from .record import sentence  # the words are loaded when they are wanted
+
+        return sentence(self.symptom)
+
+
+class SymptomWarning(RuntimeWarning):
+    """What a monitor says of a run, once for each symptom."""
 
 
 def enabled() -> bool:

@@ -2,8 +2,9 @@
 
 Everything torch offers for looking on is used here and nowhere else: the global module hooks (they
 keep fast paths and results that per-module hooks change), tensor hooks, post-accumulate hooks, the
-optimizers' step hooks. Three things torch has no hook for are wrapped while a watch is on, and put
-back after: where a backward begins and ends, the GradScaler's methods, the recursion limit.
+optimizers' step hooks. Four things torch has no hook for are wrapped while a watch or a monitor is on, and
+put back after: where a backward begins and ends, the GradScaler's methods, the clipping of gradients by their
+norm, the recursion limit.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn.modules import module as _nn_module
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import clip_grad as _clip_grad
 from torch.optim import optimizer as _optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -45,6 +47,12 @@ class Listener(Protocol):
     def on_scaler(self, scaler: Any, what: str, before: Any, after: Any) -> None: ...
 
 
+class ClipListener(Listener, Protocol):
+    """One that is also told when gradients are about to be clipped: by `clip_grad_norm_`, whoever calls it."""
+
+    def on_clip(self, parameters: list[torch.Tensor], max_norm: float, total_norm: Any) -> None: ...
+
+
 class ModuleCalls:
     """One listener among those that see every module call of the process. `remove` can be called twice."""
 
@@ -60,22 +68,9 @@ class Attachment:
     """All that one watch has hung into torch. `remove` takes it off again; it can be called twice."""
 
     def __init__(self, listener: Listener, calls: CallListener) -> None:
-        self._handles: list[Any] = []
         self._params: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}
         self._leaves: list[RemovableHandle] = []
         self.calls = ModuleCalls(calls)
-
-        def step(after: bool, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            if torch.compiler.is_compiling():
-                return
-            if frames.steps_of(optimizer) < 2:  # the outermost
-                closure = (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None
-                _tell(listener.on_optimizer, optimizer, after, closure)
-
-        dynamo.run_plainly(step)
-        pre, post = _optimizer.register_optimizer_step_pre_hook, _optimizer.register_optimizer_step_post_hook
-        self._handles.append(pre(functools.partial(step, False)))
-        self._handles.append(post(functools.partial(step, True)))
         _wrap(listener)
         self._listener: Listener | None = listener
 
@@ -128,14 +123,83 @@ class Attachment:
         self._listener = None
         self.drop_leaves()
         self.calls.remove()
-        for handle in self._handles:
-            handle.remove()
         for p, handle in self._params.values():
             handle.remove()
             if not getattr(p, "_post_accumulate_grad_hooks", True):
                 setattr(p, "_post_accumulate_grad_hooks", None)  # noqa: B010  (as it was found; torch's stub is wrong)
-        self._handles.clear()
         self._params.clear()
+
+
+class Following:
+    """All that one monitor has hung into torch: the listener's events, and the calls of one module.
+
+    `called(args, kwargs)` is told before each call of `root`; that costs every other module a look into a dictionary.
+    None for a model that is compiled, where such a hook would become part of the graph. `remove` can be called twice.
+    """
+
+    def __init__(self, listener: ClipListener, root: torch.nn.Module | None, called: Callable[..., None]) -> None:
+        self._listener: ClipListener | None = listener
+        self._root, self._called = (None if root is None else id(root)), called
+        self._outputs: RemovableHandle | None = None
+        _wrap(listener)
+        if self._root is not None:
+            _follow_root(self._root, called)
+
+    def outputs(self, kinds: tuple[type, ...], told: Callable[[torch.nn.Module, Any], None]) -> None:
+        """Have what modules of these kinds give out told, until `no_outputs`."""
+        self.no_outputs()
+
+        def post(module: torch.nn.Module, args: Any, out: Any) -> None:
+            if isinstance(module, kinds) and not torch.compiler.is_compiling():
+                _tell(told, module, out)
+
+        dynamo.run_plainly(post)
+        self._outputs = _nn_module.register_module_forward_hook(post)
+
+    def no_outputs(self) -> None:
+        if self._outputs is not None:
+            self._outputs.remove()
+            self._outputs = None
+
+    def remove(self) -> None:
+        if self._listener is None:
+            return
+        _unwrap(self._listener)
+        self._listener = None
+        self.no_outputs()
+        if self._root is not None:
+            _leave_root(self._root, self._called)
+
+
+# --- the calls of single modules ------------------------------------------------------------------
+
+_roots: dict[int, tuple[Callable[..., None], ...]] = {}
+_root_gate: list[RemovableHandle] = []
+
+
+def _root_pre(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+    if torch.compiler.is_compiling():
+        return
+    for called in _roots.get(id(module), ()):
+        _tell(called, args, frames.call_kwargs())
+
+
+def _follow_root(root: int, called: Callable[..., None]) -> None:
+    with _lock:
+        _roots[root] = (*_roots.get(root, ()), called)
+        if not _root_gate:
+            _root_gate.append(_nn_module.register_module_forward_pre_hook(_root_pre))
+
+
+def _leave_root(root: int, called: Callable[..., None]) -> None:
+    with _lock:
+        left = tuple(one for one in _roots.pop(root, ()) if one is not called)
+        if left:
+            _roots[root] = left
+        if not _roots:
+            for handle in _root_gate:
+                handle.remove()
+            _root_gate.clear()
 
 
 # --- the global module hooks --------------------------------------------------------------------
@@ -178,7 +242,7 @@ def _tell(event: Callable[..., None], *args: Any) -> None:
         event(*args)
 
 
-for _function in (_pre, _post, _tell):
+for _function in (_pre, _post, _root_pre, _tell):
     dynamo.run_plainly(_function)
 
 
@@ -218,7 +282,8 @@ def _close_gate() -> None:
 _listeners: tuple[Listener, ...] = ()
 _originals: list[tuple[Any, str, Any]] = []
 _limit = _raised = 0
-_SCALER_METHODS = ("scale", "step", "update")
+_stepping: list[RemovableHandle] = []
+_SCALER_METHODS = ("scale", "unscale_", "step", "update")
 
 
 def _wrap(listener: Listener) -> None:
@@ -231,7 +296,14 @@ def _wrap(listener: Listener) -> None:
         _limit = sys.getrecursionlimit()
         _raised = _limit + _limit // 3
         sys.setrecursionlimit(_raised)
+        for register, after in (
+            (_optimizer.register_optimizer_step_pre_hook, False),
+            (_optimizer.register_optimizer_step_post_hook, True),
+        ):
+            _stepping.append(register(functools.partial(_step, after)))
         _replace(torch.autograd, "_engine_run_backward", _watched_backward)
+        for place, name in ((_clip_grad, "_clip_grads_with_norm_"), (torch.nn.utils, "clip_grads_with_norm_")):
+            _replace(place, name, _watched_clip)
         scalers = [torch.amp.GradScaler]
         while scalers:
             cls = scalers.pop()
@@ -250,6 +322,9 @@ def _unwrap(listener: Listener) -> None:
         for place, name, original in reversed(_originals):
             setattr(place, name, original)
         _originals.clear()
+        for handle in _stepping:
+            handle.remove()
+        _stepping.clear()
         if sys.getrecursionlimit() == _raised:  # else somebody wants another one: Inductor does
             sys.setrecursionlimit(_limit)
 
@@ -260,6 +335,36 @@ def _replace(place: Any, name: str, make: Callable[[Any], Any]) -> None:
         return
     _originals.append((place, name, original))
     setattr(place, name, make(original))
+
+
+def _step(after: bool, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """One pair of hooks for all listeners: one that comes or goes while they run does not change what torch walks."""
+    if torch.compiler.is_compiling():
+        return
+    if frames.steps_of(optimizer) < 2:  # the outermost
+        closure = (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None
+        for listener in _listeners:
+            _tell(listener.on_optimizer, optimizer, after, closure)
+
+
+dynamo.run_plainly(_step)
+
+
+def _watched_clip(clip: Any) -> Any:
+    @functools.wraps(clip)
+    def watched(parameters: Any, max_norm: Any, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return clip(parameters, max_norm, total_norm, *args, **kwargs)
+        if not isinstance(parameters, torch.Tensor):
+            parameters = list(parameters)
+        for listener in _listeners:
+            told = getattr(listener, "on_clip", None)
+            if told is not None:
+                params = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+                _tell(told, params, max_norm, total_norm)
+        return clip(parameters, max_norm, total_norm, *args, **kwargs)
+
+    return dynamo.run_plainly(watched, inside=False)
 
 
 def _watched_backward(run: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from . import batch_hash, coarse, finding, frames, listing, outline, probe, sites
+from . import batches, coarse, finding, frames, listing, outline, probe, sites
 from .finding import Finding, TensorStats
 from .leaves import arguments, forward_parameters
 from .naming import type_name
@@ -37,8 +37,8 @@ class Scene:
         self.optimizer: Any = None
         self.catch: Catch | None = None  # of what a capsule wants
         self.loss: float | None = None
-        self._batch: batch_hash.Sample = []
-        self._first_batch: batch_hash.Sample = []
+        self._batch: batches.Picked = []
+        self._first_batch: batches.Picked = []
         self.step_of_last_call = 0
         self._absorbed: dict[tuple[Any, ...], int] = {}
         self._cpu = True
@@ -47,12 +47,11 @@ class Scene:
 
     def batch(self, recs: list[Rec], args: Any, kwargs: Any) -> None:
         """Keep a sample of what the model is called with, enough for a hash (64 numbers a tensor, copied)."""
-        picked = batch_hash.sample(args, kwargs)
-        self._batch = picked
-        self._first_batch = self._first_batch or picked
+        self._batch = batches.pick(args, kwargs)
+        self._first_batch = self._first_batch or self._batch
         self.step_of_last_call = self.step
         if self.catch is not None:
-            self.catch.batch(args, kwargs, self.step, picked)
+            self.catch.batch(args, kwargs, self.step, self._batch)
         if self.judge.ops is not None:
             scaler = self.judge.scaling.scaler
             scale = float(scaler.get_scale()) if scaler is not None else None
@@ -61,11 +60,11 @@ class Scene:
 
     def batch_hash(self) -> str | None:
         """A short hash of the batch: shapes and up to 64 numbers of each tensor, by name."""
-        return batch_hash.digest(self._batch)
+        return batches.digest(self._batch)
 
     def first_batch_hash(self) -> str | None:
         """The same of the first batch that this watch has seen."""
-        return batch_hash.digest(self._first_batch)
+        return batches.digest(self._first_batch)
 
     # --- at the birth -----------------------------------------------------------------------------
 

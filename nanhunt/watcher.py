@@ -28,6 +28,7 @@ from .verdict import Origin
 
 if TYPE_CHECKING:
     from .catch import Catch
+    from .monitoring import Monitor
     from .oplevel import OpLevel
 
 
@@ -45,7 +46,10 @@ class Watch:
         step: the step that runs, from 0.
         seen: how many tensors were looked at.
         errors: failures of the watch itself; training went on, and they are told when it is removed.
+        monitor: the `Monitor` that goes along with it, where one was asked for.
     """
+
+    monitor: Monitor | None = None
 
     def __init__(self, model: nn.Module, options: Options) -> None:
         self._model = weakref.ref(model)
@@ -195,6 +199,8 @@ class Watch:
             _active.remove(self)
         if self._stance is not None:
             self._stance.drop()
+        if self.monitor is not None:
+            self.monitor.remove()
         if self._unseen():
             warnings.warn(
                 "nanhunt saw a backward or an optimizer step, but no call of the model it watches: was the step "

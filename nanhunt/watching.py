@@ -15,6 +15,7 @@ from .errors import UsageError, enabled
 from .hits import Hits
 from .options import OnHit, Options, checked
 from .report.files import MAX_MB
+from .terms import options_of
 from .verdict import KINDS
 from .watcher import Watch
 
@@ -70,6 +71,7 @@ def watch(
     max_mb: float = MAX_MB,
     slim: bool = False,
     ring: int = 0,
+    monitor: Any = False,
     _defer: bool = False,
     _catch: Catch | None = None,
 ) -> Watch:
@@ -107,6 +109,8 @@ def watch(
         slim: keep the failing samples alone, where each result depends on one sample.
         ring: keep copies of the last batches, and of the state of the random numbers, for a capsule: each step pays
             for one copy of its batch, on its own device.
+        monitor: True, a file for the record, or a dict with options of `nanhunt.Monitor`: also record every step in
+            a few numbers, and what they say of the run. It is the watch's `monitor`.
 
     Raises:
         UsageError: for something that is not a module, an option that does not exist, a model that was compiled
@@ -136,10 +140,27 @@ def watch(
         defer=_defer,
         catch=_catch,
     )
+    recorded = None if monitor is False else options_of(monitor)
     if not enabled():
-        return Nothing(model, options)
+        return _monitored(Nothing(model, options), model, recorded, optimizer, scaler)
     if compiled == "retrace":
         retrace()
     elif compiled == "error" and detail != "op":
         refuse_dead(model)
-    return Watch(model, options)
+    return _monitored(Watch(model, options), model, recorded, optimizer, scaler)
+
+
+def _monitored(
+    made: Watch, model: nn.Module, options: dict[str, Any] | None, optimizer: torch.optim.Optimizer | None, scaler: Any
+) -> Watch:
+    """The watch with its monitor, which counts the steps as the watch does."""
+    if options is None:
+        return made
+    from .monitoring import Monitor  # its own follow-up opens watches
+
+    try:
+        made.monitor = Monitor(model, optimizer, scaler, **options, _number=lambda: made.step)
+    except BaseException:
+        made.remove()
+        raise
+    return made

@@ -17,7 +17,10 @@ numerics
 errors
 listing
 report.files
+report.delivery
 report.lines
+report.paint
+report.progress
 report.table
 finding
 outline
@@ -29,7 +32,16 @@ report.ruler
 report.trail
 report.tree
 report.numbers
+report.sheet
 report.html
+steps
+course
+report.extent
+report.dots
+report.course_words
+report.course_text
+report.curves
+report.course_page
 verdict
 evidence
 families
@@ -41,8 +53,38 @@ causes
 coarse
 ranges
 headroom
+thinning
+levels
+counsel
+headway
+rises
+scale_course
+stillness
+breaks
+wobble
+diagnosis
+journal
+scales
+shares
+record
+logs.spellings
+logs.names
+logs.entry
+logs.events
+logs.dialects
+logs.values
+logs.shapes
+logs.source
+logs.tables
+logs.objects
+logs.boards
+logs.merging
+logs.lane
+logs.assembly
+logs.reader
+logs.reading
 leaves
-batch_hash
+batches
 internals
 probe
 ranks
@@ -60,6 +102,14 @@ cargo
 unpacked
 literals
 hooks
+readback
+gradients
+updates
+holding
+measured
+draft
+pace
+terms
 recorder
 meter
 schemas
@@ -105,7 +155,10 @@ slimming
 away
 roots
 hunter
+followup
+monitoring
 integrations.span
+integrations.recording
 integrations.transformers
 integrations.lightning
 pytest_settings
@@ -115,6 +168,7 @@ pytest_plugin
 factory
 demo
 commands.show
+commands.log
 commands.demo
 commands.replay
 program
@@ -130,7 +184,11 @@ __main__
 NO_TORCH = FLOORS[: FLOORS.index("leaves")]
 
 # `TYPE_CHECKING` imports name types; imports inside functions load what a healthy run does not need.
-LATE = {("finding", "report.text"), ("finding", "report.html"), ("report.files", "finding")}
+LATE = {
+    ("finding", "report.text"),
+    ("finding", "report.html"),
+    ("report.files", "finding"),
+}
 
 
 def _name(path: pathlib.Path) -> str:

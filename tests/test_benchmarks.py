@@ -25,6 +25,7 @@ from benchmarks import (
     faults,
     gpu,
     models,
+    monitored,
     overhead,
     pairs,
     permodule,
@@ -81,6 +82,16 @@ def test_a_watch_dispatches_more_ops_and_keeps_no_activation(results: dict[str, 
     for way in ("nanhunt, module", "nanhunt, auto"):
         assert ways[way]["ops"] > bare["ops"] and ways[way]["looked_at"] > 0
         assert ways[way]["tensor_bytes_per_step"] == 0
+
+
+def test_a_monitor_is_measured_in_its_stride() -> None:
+    """Ordinary steps cost norms and one read; a sampled one dispatches more ops."""
+    (row,) = monitored.measure(["gpt"], quick=True)
+    assert row["whole"] > 0 and row["own"] > 0 and row["ordinary"]["count"] == 2
+    ways = row["further"]
+    assert 0 < ways["ordinary"]["ops"] < ways["sampled"]["ops"]
+    assert ways["ordinary"]["reads"] <= 4
+    assert "gpt" in tables.monitor({"monitor": [row]})
 
 
 def test_the_counter_of_host_reads_sees_both_kinds() -> None:

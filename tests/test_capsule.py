@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import nanhunt
-from nanhunt import batch_hash, bisecting, cli, rebuild, safe_tensors
+from nanhunt import batches, bisecting, cli, rebuild, safe_tensors
 from nanhunt.cargo import Cargo, Room, packed
 from nanhunt.catch import SUSPECTS
 from nanhunt.unpacked import Missing, Unpacked
@@ -667,7 +667,7 @@ def test_the_launcher_writes_capsules(tmp_path: pathlib.Path) -> None:
 
 
 def _hash(*args: Any, **kwargs: Any) -> str | None:
-    return batch_hash.digest(batch_hash.sample(args, kwargs))
+    return batches.digest(batches.pick(args, kwargs))
 
 
 def test_the_hash_is_that_of_the_numbers() -> None:
@@ -683,10 +683,8 @@ def test_the_hash_is_that_of_the_numbers() -> None:
 
 
 def test_the_hash_is_the_same_in_another_process() -> None:
-    code = "import torch; from nanhunt import batch_hash as b; "
-    code += (
-        "x = {'b': torch.arange(300).view(3, 100), 'a': torch.linspace(0, 1, 7)}; print(b.digest(b.sample((x,), {})))"
-    )
+    code = "import torch; from nanhunt import batches as b; "
+    code += "x = {'b': torch.arange(300).view(3, 100), 'a': torch.linspace(0, 1, 7)}; print(b.digest(b.pick((x,), {})))"
     told = {python("-c", code, cwd=ROOT).stdout for _ in range(2)}
     x = {"a": torch.linspace(0, 1, 7), "b": torch.arange(300, dtype=torch.int32).view(3, 100)}
     assert told == {f"{_hash(x)}\n"}
@@ -694,12 +692,12 @@ def test_the_hash_is_the_same_in_another_process() -> None:
 
 def test_sampling_does_not_read_a_large_batch() -> None:
     """64 numbers a tensor, spread over it: what it costs does not grow with the batch."""
-    sample = batch_hash.sample((torch.randn(1000, 1000), torch.randn(1000, 1000).t()), {})
+    sample = batches.pick((torch.randn(1000, 1000), torch.randn(1000, 1000).t()), {})
     assert [len(numbers) for _, _, numbers in sample] == [64, 64]
     large = torch.randn(4000, 4000).t()
     began = time.perf_counter()
     for _ in range(100):
-        batch_hash.sample((large,), {})
+        batches.pick((large,), {})
     assert (time.perf_counter() - began) / 100 < 0.002
 
 

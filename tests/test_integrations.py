@@ -510,7 +510,7 @@ def test_every_option_of_watch_is_one_of_the_callback() -> None:
     names = set(inspect.signature(nanhunt.watch).parameters) - {"model", "optimizer", "_defer", "_catch"}
     with pytest.raises(nanhunt.UsageError) as refused:
         NanHuntCallback(colour=1)
-    assert set(str(refused.value).rpartition("use ")[2].split(", ")) == names | {"report"}
+    assert set(str(refused.value).rpartition("use ")[2].split(", ")) == names | {"report", "watch"}
 
 
 @pytest.mark.parametrize("options", [{"only": ("transformer.h.*",)}, {"skip": "lm_head"}, {"backward": False}])

@@ -1,21 +1,18 @@
-"""`nanhunt show`: saved findings again, as pages of text, JSON or HTML."""
+"""`nanhunt show`: saved findings and diagnoses of logs again, as pages of text, JSON or HTML."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import sys
-from typing import TYPE_CHECKING
 
+from ..course import Course
 from ..errors import UsageError
-
-if TYPE_CHECKING:
-    from ..finding import Finding
+from ..finding import Finding
 
 _ABOUT = """\
 Prints findings that were saved with Finding.to_json() or by a run under nanhunt: a file holds one, a list of
-them, or one on each line.
+them, or one on each line. What `nanhunt log --json` has saved is printed, too.
 """
 _CODES = "exit code: 0 when no file holds a fault, 1 when one does, 2 when a file cannot be read."
 
@@ -52,52 +49,47 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         UsageError: when a file cannot be read or written, with the reason.
     """
-    from ..report.files import in_folder, read_findings, write_whole
+    from ..report.delivery import beside, deliver
+    from ..report.files import in_folder, read_saved
 
     files = [file for name in options.files for file in (in_folder(name) if os.path.isdir(name) else [name])]
-    read: list[tuple[str, Finding]] = []
+    read: list[tuple[str, Finding | Course]] = []
     for name in files:
         try:
-            read += [(name, finding) for finding in read_findings(name)]
+            read += [(name, record) for record in read_saved(name)]
         except OSError as error:
             raise UsageError(f"cannot read {name!r}: {error.strerror or error}") from None
     out = options.output
     if options.html:
-        from ..report.html import pages
-
-        text = pages([finding for _, finding in read])
-        if out is None and files[0] == "-":
-            raise UsageError("a page of what is read from standard input needs a name: add -o OUT")
-        out = out or os.path.splitext(files[0])[0] + ".html"
+        text = _page([record for _, record in read])
+        out = beside(files[0], out)
     elif options.json:
-        text = json.dumps([finding.to_dict() for _, finding in read], indent=2, allow_nan=False) + "\n"
+        text = json.dumps([record.to_dict() for _, record in read], indent=2, allow_nan=False) + "\n"
     else:
         text = _texts(files, read)
-    if out is None:
-        try:
-            print(text, end="", flush=True)
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # python would try once more at its end
-            raise UsageError(f"cannot write to standard output: {error.strerror or error}") from None
-    elif os.path.realpath(out) in map(os.path.realpath, files):
-        raise UsageError(f"{out!r} is read and would be written: name another file with -o")
-    else:
-        try:
-            print(f"written to {write_whole(out, text)}")
-        except OSError as error:
-            raise UsageError(f"cannot write {out!r}: {error.strerror or error}") from None
-    return 1 if any(finding.handled is None for _, finding in read) else 0
+    deliver(text, out, files=files)
+    return 1 if any(_is_ill(record) for _, record in read) else 0
 
 
-def _texts(files: list[str], read: list[tuple[str, Finding]]) -> str:
-    from ..report.text import page
+def _is_ill(record: Finding | Course) -> bool:
+    return record.symptom != "none" if isinstance(record, Course) else record.handled is None
 
+
+def _page(records: list[Finding | Course]) -> str:
+    from ..report import course_page, html
+
+    findings = [record for record in records if isinstance(record, Finding)]
+    courses = [record for record in records if isinstance(record, Course)]
+    if findings and courses:
+        raise UsageError("findings and the diagnoses of whole runs are pages of two kinds: show them one after another")
+    return course_page.pages(courses) if courses else html.pages(findings)
+
+
+def _texts(files: list[str], read: list[tuple[str, Finding | Course]]) -> str:
     if not read:
         return f"no finding in {', '.join('standard input' if name == '-' else name for name in files)}\n"
     said = []
-    for at, (name, finding) in enumerate(read, 1):
+    for at, (name, record) in enumerate(read, 1):
         heading = f"{'' if at == 1 else chr(10)}{at} of {len(read)}: {name}\n\n" if len(read) > 1 else ""
-        said.append(f"{heading}{page(finding)}\n")
+        said.append(f"{heading}{record}\n")
     return "".join(said)

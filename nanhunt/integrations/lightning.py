@@ -7,11 +7,14 @@ import sys
 from importlib.util import find_spec
 from typing import Any
 
+from ..steps import Symptom
 from .span import Spanned
 
 # The package that is imported -> the one that must be installed. They are the same code twice over, and the classes
 # of one are strangers to the other.
 _PACKAGES = {"lightning.pytorch": "lightning", "pytorch_lightning": "pytorch_lightning"}
+
+_AUTOCAST = {"16-mixed": "float16", "bf16-mixed": "bfloat16"}
 
 if not any(find_spec(installed) for installed in _PACKAGES.values()):
     raise ImportError("nanhunt.integrations.lightning needs the lightning library: pip install 'nanhunt[lightning]'")
@@ -23,9 +26,18 @@ class _Events(Spanned):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         # Of torch.compile(module) the Trainer takes the module, with compiled methods on it, and this mark.
         self._span.open(pl_module, compiled=getattr(pl_module, "_compiler_ctx", None) is not None)
+        self._recording.open()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         optimizers = trainer.optimizers
+
+        def tell(symptom: Symptom) -> None:
+            for logger in trainer.loggers:
+                logger.log_metrics({f"nanhunt/{symptom.name}": 1.0}, step=trainer.global_step)
+
+        autocast = _AUTOCAST.get(str(trainer.precision))
+        self._recording.begin(pl_module, optimizers, lambda: trainer.global_step, autocast=autocast, tell=tell)
+        self._recording.batch(batch)
         self._span.begin(pl_module, optimizers[0] if len(optimizers) == 1 else None, lambda: trainer.global_step)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
@@ -41,17 +53,27 @@ class _Events(Spanned):
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         self._span.close()
 
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if not trainer.sanity_checking:
+            self._recording.metrics(trainer.callback_metrics)
+
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         self._span.close()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self._span.close()
+        self._close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self._span.close(exception)
+        self._close(exception)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self._span.close()
+        self._close()
+
+    def _close(self, error: BaseException | None = None) -> None:
+        try:
+            self._span.close(error)
+        finally:
+            self._recording.close()
 
     def _stops(self, trainer: Any) -> bool:
         """True when the training is to stop because of this step, the same on all ranks."""
@@ -81,6 +103,10 @@ class NanHuntCallback(_Events):
             go on. A callable gets each `Finding` while the step still runs.
         detail: `"module"`, `"op"` or `"auto"`, as for `nanhunt.watch`.
         report: a folder for an HTML page and a JSON file of each fault, once for each place.
+        monitor: True, a file for its record, or a dict with options of `nanhunt.Monitor`: record every step of the
+            training in a few numbers, and say what is wrong with the run. Symptoms are logged as warnings (logger
+            `nanhunt`), and as `nanhunt/NAME` to the trainer's loggers; validation metrics are taken in. See `monitor`.
+        watch: False for the monitor alone.
         options: what else `nanhunt.watch` takes: `stop`, `kinds`, `allow`, `every`, `only`, `skip`, `backward`,
             `compiled`, `scaler`, `capsule`, `max_mb`, `slim`, `ring`.
 

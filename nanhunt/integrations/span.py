@@ -11,7 +11,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,12 +25,17 @@ from ..report.files import write_whole
 from ..watcher import Watch
 from ..watching import watch
 
+if TYPE_CHECKING:
+    from ..monitoring import Monitor
+
 _ON_HIT = ("raise", "stop", "warn", "record")
 # The options of `watch` that a callback takes under no name of its own.
 _DEFAULTS = {
     name: option.default
     for name, option in inspect.signature(watch).parameters.items()
-    if option.default is not option.empty and not name.startswith("_") and name not in ("optimizer", "on_hit", "steps")
+    if option.default is not option.empty
+    and not name.startswith("_")
+    and name not in ("optimizer", "on_hit", "steps", "monitor")
 }
 _log = logging.getLogger("nanhunt")
 
@@ -47,6 +52,7 @@ class Span:
         on_hit: `"raise"`, `"stop"` (for the trainer to do: see `struck`), `"warn"`, `"record"`, or a callable that
             gets the `Finding`.
         report: a folder, made when it is needed, for the page and the JSON of each fault; None for none.
+        idle: never watch.
         options: those of `nanhunt.watch`; `every` is of the trainer's steps too.
 
     Attributes:
@@ -65,6 +71,7 @@ class Span:
         steps: tuple[int, int] | None,
         on_hit: OnHit,
         report: str | os.PathLike[str] | None,
+        idle: bool = False,
         **options: Any,
     ) -> None:
         if not callable(on_hit) and on_hit not in _ON_HIT:
@@ -74,12 +81,14 @@ class Span:
             raise UsageError(f"report={os.fspath(report)!r} is a file: name a folder, which may be a new one")
         self.steps = tuple(steps) if isinstance(steps, list) else steps  # a list is what a YAML file gives
         self.on_hit, self.report, self.options = on_hit, report, dict(options)
+        self.idle = idle
         # What `watch` refuses is refused now, and not at the first step that is wanted, hours from here.
         for name in options:
             if name == "optimizer":
                 raise UsageError("the optimizer is the trainer's, and it is found there: leave optimizer= out")
             if name not in _DEFAULTS:
-                legal = ", ".join(dict.fromkeys(("steps", "on_hit", "detail", "report", *_DEFAULTS)))
+                own = ("steps", "on_hit", "detail", "report", "monitor", "watch")
+                legal = ", ".join(dict.fromkeys((*own, *_DEFAULTS)))
                 raise UsageError(f"{name!r} is no option here: use {legal}")
         watched = {**_DEFAULTS, **options}
         self._asked = checked(optimizer=None, on_hit="record", steps=self.steps, **watched)
@@ -105,7 +114,7 @@ class Span:
         self._told: set[tuple[str | None, ...]] = set()
         compiled = compiled or (model is not None and any(map(is_compiled, model.modules())))
         late = self.steps is not None and self.steps[0] > 0
-        if compiled and late and self.options.get("compiled", "error") == "error" and enabled():
+        if compiled and late and not self.idle and self.options.get("compiled", "error") == "error" and enabled():
             raise UsageError(
                 "this model is compiled and will have run before the first step that is watched, and no check can be "
                 'added to compiled code: use NanHuntCallback(compiled="eager") to run it eagerly while it is watched, '
@@ -114,7 +123,7 @@ class Span:
 
     def _wanted(self, step: int) -> bool:
         inside = self.steps is None or self.steps[0] <= step < self.steps[1]
-        return inside and step % self.every == 0
+        return inside and step % self.every == 0 and not self.idle
 
     def begin(
         self,
@@ -280,10 +289,15 @@ class Spanned:
         on_hit: OnHit = "raise",
         detail: str = "auto",
         report: str | os.PathLike[str] | None = None,
+        monitor: Any = None,
+        watch: bool = True,
         **options: Any,
     ) -> None:
         super().__init__()
-        self._span = Span(steps=steps, on_hit=on_hit, report=report, detail=detail, **options)
+        from .recording import Recording  # which asks this file for what a library has wrapped
+
+        self._span = Span(steps=steps, on_hit=on_hit, report=report, detail=detail, idle=not watch, **options)
+        self._recording = Recording(monitor)
 
     @property
     def finding(self) -> Finding | None:
@@ -294,3 +308,8 @@ class Spanned:
     def findings(self) -> list[Finding]:
         """All that was recorded in the last training, faults and what was none, at most 100."""
         return self._span.findings
+
+    @property
+    def monitor(self) -> Monitor | None:
+        """The `Monitor` of the training that runs, or of the last one; None when none was asked for."""
+        return self._recording.monitor

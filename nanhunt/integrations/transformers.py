@@ -18,6 +18,8 @@ except ImportError as missing:
 
 from ..finding import Finding
 from ..ranks import together
+from ..record import sentence
+from ..steps import Symptom
 from .span import Spanned
 
 
@@ -42,6 +44,10 @@ class NanHuntCallback(Spanned, TrainerCallback):  # type: ignore[misc, unused-ig
             step still runs.
         detail: `"module"`, `"op"` or `"auto"`, as for `nanhunt.watch`.
         report: a folder for an HTML page and a JSON file of each fault, once for each place.
+        monitor: True, a file for its record, or a dict with options of `nanhunt.Monitor`: record every step of the
+            training in a few numbers, and say what is wrong with the run. Symptoms are logged as warnings (logger
+            `nanhunt`) and put into `trainer.state.log_history`; validation metrics are taken in. See `monitor`.
+        watch: False for the monitor alone.
         options: what else `nanhunt.watch` takes: `stop`, `kinds`, `allow`, `every`, `only`, `skip`, `backward`,
             `compiled`, `scaler`, `capsule`, `max_mb`, `slim`, `ring`.
 
@@ -61,7 +67,10 @@ class NanHuntCallback(Spanned, TrainerCallback):  # type: ignore[misc, unused-ig
 
         A Trainer that overrides `train` and never calls the original has to call this itself when it raises.
         """
-        self._span.close(error)
+        try:
+            self._span.close(error)
+        finally:
+            self._recording.close()
 
     # --- events of the Trainer ----------------------------------------------------------------------
 
@@ -69,6 +78,7 @@ class NanHuntCallback(Spanned, TrainerCallback):  # type: ignore[misc, unused-ig
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._span.open(kwargs.get("model"), compiled=bool(getattr(args, "torch_compile", False)))
+        self._recording.open()
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -77,6 +87,15 @@ class NanHuntCallback(Spanned, TrainerCallback):  # type: ignore[misc, unused-ig
             history: list[Any] = state.log_history  # said to hold numbers only; all it must be is JSON
             history.append({"nanhunt": fault.title(), "step": fault.step})
 
+        def tell_symptom(symptom: Symptom) -> None:
+            history: list[Any] = state.log_history
+            history.append({"nanhunt": sentence(symptom), "symptom": symptom.name, "step": symptom.step})
+
+        autocast = "float16" if args.fp16 else "bfloat16" if args.bf16 else None
+        optimizers = (kwargs.get("optimizer"),)
+        self._recording.begin(
+            kwargs["model"], optimizers, lambda: state.global_step, autocast=autocast, tell=tell_symptom
+        )
         self._span.begin(kwargs["model"], kwargs.get("optimizer"), lambda: state.global_step, tell)
 
     def on_substep_end(
@@ -106,6 +125,9 @@ class NanHuntCallback(Spanned, TrainerCallback):  # type: ignore[misc, unused-ig
     ) -> None:
         self._span.close()  # an evaluation that another callback has asked for
 
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._recording.metrics(kwargs.get("metrics") or {})
+
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
@@ -114,7 +136,7 @@ class NanHuntCallback(Spanned, TrainerCallback):  # type: ignore[misc, unused-ig
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._span.close()
+        self.close()
 
     def _stops(self, args: TrainingArguments) -> bool:
         """True when the training is to stop because of this step, the same on all ranks."""

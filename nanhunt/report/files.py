@@ -1,4 +1,4 @@
-"""The one place that opens files: written whole or not at all, read back as findings."""
+"""The one place that opens files: written whole or not at all, read back as findings or courses."""
 
 from __future__ import annotations
 
@@ -6,15 +6,21 @@ import contextlib
 import json
 import os
 import secrets
+import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import UsageError
 from ..finding import Finding
 
+if TYPE_CHECKING:
+    from ..course import Course
+
+_Record = TypeVar("_Record")
 MAX_MB = 256.0  # of a capsule, unless something else is asked for
 MOST_RING = 64  # batches
 
@@ -98,6 +104,37 @@ def read_findings(path: str | os.PathLike[str]) -> list[Finding]:
         UsageError: when it holds none, or something else.
         OSError: when it cannot be read.
     """
+    return [_told(path, Finding.from_dict, item) for item in _items(path)]
+
+
+def read_saved(path: str | os.PathLike[str]) -> list[Finding | Course]:
+    """The same of a file that may hold courses, too, as `nanhunt log --json` writes them.
+
+    Raises:
+        UsageError: when it holds neither.
+        OSError: when it cannot be read.
+    """
+    from ..course import Course  # loaded when it is wanted: most files hold findings
+
+    read: list[Finding | Course] = []
+    for item in _items(path):
+        if isinstance(item, dict) and "nanhunt_course" in item:
+            read.append(_told(path, Course.from_dict, item))
+        else:
+            read.append(_told(path, Finding.from_dict, item))
+    return read
+
+
+def _told(path: str | os.PathLike[str], made: Callable[[Any], _Record], item: object) -> _Record:
+    if isinstance(item, dict) and "nanhunt_steps" in item:
+        raise UsageError(f"{str(path)!r} is the record of a run, not a finding: nanhunt log {shlex.quote(str(path))}")
+    try:
+        return made(item)
+    except UsageError as error:
+        raise UsageError(f"{str(path)!r}: {error}") from error
+
+
+def _items(path: str | os.PathLike[str]) -> list[object]:
     try:
         data = sys.stdin.buffer.read() if str(path) == "-" else Path(path).read_bytes()
         text = data.decode("utf-8-sig")
@@ -112,10 +149,7 @@ def read_findings(path: str | os.PathLike[str]) -> list[Finding]:
         raise UsageError(f"{str(path)!r} holds no nanhunt findings: it is not JSON ({error})") from error
     if not text.strip():
         raise UsageError(f"{str(path)!r} holds no nanhunt findings: it is empty")
-    try:
-        return [Finding.from_dict(item) for item in (read if isinstance(read, list) else [read])]
-    except UsageError as error:
-        raise UsageError(f"{str(path)!r}: {error}") from error
+    return read if isinstance(read, list) else [read]
 
 
 @contextlib.contextmanager
