@@ -26,7 +26,7 @@ class Smallest:
     """What was found.
 
     Attributes:
-        how: what was run: "module", "op" or "model", as in a replay.
+        how: what was run: "module" or "op", as in a replay, or "batch", of which the bad numbers are looked for.
         of: how many samples there were.
         samples: those that fail together, and no fewer of them do.
         rows: for each further dimension, its indices that are needed; left out where all of them are.

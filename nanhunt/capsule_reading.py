@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -55,6 +54,13 @@ class Piece:
         if not isinstance(args, tuple) or not isinstance(kwargs, dict) or not all(isinstance(k, str) for k in kwargs):
             raise _damaged("its call has no arguments")
         return args, kwargs
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The parameters and buffers of the module, by name."""
+        found: dict[str, torch.Tensor] = self.value("state", dict)
+        if not all(isinstance(k, str) and isinstance(t, torch.Tensor) for k, t in found.items()):
+            raise _damaged("its parameters are none")
+        return found
 
     def gradients(self) -> dict[int, torch.Tensor]:
         """The gradients that came back, by the place of the output among the tensors that the call gave."""
@@ -118,7 +124,7 @@ class Opened:
                 there = "is a file" if self.folder.exists() else "is not there"
                 raise UsageError(f"{str(path)!r} {there}: name the folder of a capsule, which holds {MANIFEST}")
             if not (self.folder / MANIFEST).exists():
-                inside = sorted(one.parent.name for one in self.folder.glob(f"*/{MANIFEST}"))[:3]
+                inside = sorted(one.parent.name for one in self.folder.glob(f"[!.]*/{MANIFEST}"))[:3]
                 hint = f"; inside it there is {', '.join(inside)}" if inside else ""
                 raise UsageError(f"{str(path)!r} holds no {MANIFEST}: name the folder of a capsule{hint}")
             manifest = self._text(MANIFEST)
@@ -128,7 +134,6 @@ class Opened:
                     "replay it with the version that wrote it, or upgrade nanhunt"
                 )
             self.finding = Finding.from_dict(self._text(FINDING))
-            self._regular(TENSORS)
             blocks = safe_tensors.read(self.folder / TENSORS, most=self.most)
         except OSError as error:
             raise UsageError(f"cannot read {str(path)!r}: {error.strerror or error}") from None
@@ -142,18 +147,12 @@ class Opened:
         self.hashes: list[Any] = manifest["hashes"] if isinstance(manifest.get("hashes"), list) else []
         self.versions: dict[str, Any] = manifest["versions"] if isinstance(manifest.get("versions"), dict) else {}
 
-    def _regular(self, name: str) -> int:
-        """The size of one of the files; a link may lead anywhere, a pipe may never end."""
-        found = os.lstat(self.folder / name)
-        if not stat.S_ISREG(found.st_mode):
-            raise _damaged(f"{name} is no plain file")
-        return found.st_size
-
     def _text(self, name: str) -> dict[str, Any]:
-        if self._regular(name) > _MOST_TEXT:
+        with safe_tensors.plain(self.folder / name) as file:
+            text = file.read(_MOST_TEXT + 1)
+        if len(text) > _MOST_TEXT:
             raise _damaged(f"{name} has more than {_MOST_TEXT >> 20} MB")
-        with open(self.folder / name, "rb") as file:
-            value = safe_tensors.parsed(file.read(_MOST_TEXT))
+        value = safe_tensors.parsed(text)
         if not isinstance(value, dict):
             raise _damaged(f"{name} is not JSON")
         return value

@@ -25,7 +25,7 @@ def rebuilt(piece: Piece) -> nn.Module:
         raise UsageError(
             f"{name} is no module of torch.nn, so its class is not in the capsule: give the model that has it"
         )
-    return rebuild.built(spec, own(piece.value("state", dict)))
+    return rebuild.built(spec, own(piece.state()))
 
 
 def inside(model: nn.Module, path: str) -> nn.Module:
@@ -52,9 +52,12 @@ def rooted(module: nn.Module, path: str) -> nn.Module:
         raise UsageError(f"this capsule is damaged: {path[:40]!r} is the path of no module")
     root = inner = nn.Module()
     *above, last = path.split(".")
-    for name in above:
-        child = nn.Module()
-        inner.add_module(name, child)
-        inner = child
-    inner.add_module(last, module)
+    try:
+        for name in above:
+            child = nn.Module()
+            inner.add_module(name, child)
+            inner = child
+        inner.add_module(last, module)
+    except KeyError:  # the name of a method, say
+        raise UsageError(f"this capsule is damaged: {path[:40]!r} is the path of no module") from None
     return root

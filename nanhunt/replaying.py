@@ -128,7 +128,7 @@ class Capsule:
     def described(self) -> tuple[Any, dict[str, Tensor]]:
         """How the culprit is built, and its parameters and buffers."""
         piece = self._piece()
-        return piece.value("build"), piece.value("state", dict)
+        return piece.value("build"), piece.state()
 
     def random(self) -> Any:
         """The state of the generators of random numbers, as it was."""
@@ -179,6 +179,8 @@ class Capsule:
         Raises:
             UsageError: when there is no way.
         """
+        if how is None and self.finding.phase == "input" and self._opened.batches:
+            return "batch", (lambda given: given), (self._opened.batches[-1].call(), {})
         if how == "op":
             func, call = self._operation()
 
@@ -212,7 +214,7 @@ class Capsule:
         piece, path = self._piece(), self.finding.module
         if path is None:
             raise UsageError(f"this fault was in no module (phase {self.finding.phase})")
-        state = piece.value("state", dict)
+        state = piece.state()
         if model is None:
             module = rebuilt(piece)
             root = rooted(module, path)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from . import probe
+from . import op_list, probe
 from .ambient import random_state
 from .capsule_reading import Piece
 from .errors import UsageError
@@ -41,7 +41,13 @@ def outcome(module: Any, call: tuple[tuple[Any, ...], dict[str, Any]], grads: Ma
 
 
 def op_gives(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What an op gives, and what it may have written to."""
+    """What an op gives, and what it may have written to.
+
+    Raises:
+        UsageError: for operands that it cannot be trusted with.
+        Exception: what the op itself dies of.
+    """
+    op_list.check(func, args, kwargs)
     with torch.no_grad():
         out = func(*args, **kwargs)
     schema = schema_of(func)

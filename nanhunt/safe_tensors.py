@@ -7,11 +7,14 @@ that of the safetensors library, which reads these files; the few lines below ne
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import stat
 import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -39,6 +42,9 @@ _CODES = {
 _DTYPES = {code: getattr(torch, name) for name, code in _CODES.items() if hasattr(torch, name)}
 _MOST_HEADER = 1 << 20  # bytes
 _MOST_DIMS = 64
+# What Windows has not is not needed there.
+_NO_LINK, _NO_WAIT = getattr(os, "O_NOFOLLOW", 0), getattr(os, "O_NONBLOCK", 0)
+_BINARY = getattr(os, "O_BINARY", 0)
 
 
 def code_of(dtype: torch.dtype) -> str | None:
@@ -72,6 +78,25 @@ def write(path: Path, blocks: Mapping[str, Tensor]) -> None:
                 file.write(block.detach().reshape(-1).view(torch.uint8).numpy().data)
 
 
+def plain(path: Path) -> BinaryIO:
+    """A file of anybody's, opened, when it is one: a link may lead anywhere, a pipe may never end.
+
+    Raises:
+        UsageError: for a link, a pipe, a folder, a device.
+        OSError: when it cannot be read.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | _NO_LINK | _NO_WAIT | _BINARY)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.EMLINK):
+            raise
+        raise UsageError(f"this capsule is damaged: {path.name} is no plain file") from None
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise UsageError(f"this capsule is damaged: {path.name} is no plain file")
+    return os.fdopen(handle, "rb")
+
+
 def read(path: Path, *, most: int) -> dict[str, Tensor]:
     """The blocks of a file, which may come from anybody, in as many bytes of memory as the file has.
 
@@ -79,12 +104,12 @@ def read(path: Path, *, most: int) -> dict[str, Tensor]:
         UsageError: for a file that is larger than `most` bytes, or no whole file of this format, with the reason.
         OSError: when it cannot be read.
     """
-    there = path.stat().st_size
-    if there > most:
-        raise UsageError(
-            f"{path.name} has {there / 1e6:.1f} MB, and at most {most / 1e6:.1f} MB are read: see --max-mb"
-        )
-    with open(path, "rb") as file:
+    with plain(path) as file:
+        there = os.fstat(file.fileno()).st_size
+        if there > most:
+            raise UsageError(
+                f"{path.name} has {there / 1e6:.1f} MB, and at most {most / 1e6:.1f} MB are read: see --max-mb"
+            )
         head = file.read(8)
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
         if not 2 <= length <= min(there - 8, _MOST_HEADER):
@@ -92,7 +117,7 @@ def read(path: Path, *, most: int) -> dict[str, Tensor]:
         text = file.read(length)
         rows = _rows(path, text, there - 8 - length)
         data = bytearray(there - 8 - length)
-        if file.readinto(data) != len(data) or file.read(1):  # it may change under our hands
+        if file.readinto(data) != len(data) or file.read(1):  # type: ignore[attr-defined]  # it may change meanwhile
             raise _damaged(path, "it is not as long as it was a moment ago")
     blocks: dict[str, Tensor] = {}
     for name, dtype, shape, start, end in rows:

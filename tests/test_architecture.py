@@ -151,6 +151,7 @@ running
 culprit
 replaying
 bisecting
+ceiling
 slimming
 away
 roots

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import nanhunt
-from nanhunt import cli, op_list, rebuild, rehearsal, safe_tensors
+from nanhunt import cli, op_list, rebuild, rehearsal, running, safe_tensors
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -277,19 +277,80 @@ def test_an_op_that_is_not_on_the_list_is_not_run(op: str, folder: pathlib.Path)
         nanhunt.load_capsule(folder).replay()
 
 
+OPERANDS: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "more channels than weights": (
+        "native_batch_norm.default",
+        (torch.ones(2, 64), torch.ones(1), None, None, None, True, 0.1, 1e-5),
+    ),
+    "a norm without statistics": (
+        "_native_batch_norm_legit.no_stats",
+        (torch.ones(2, 3), None, None, False, 0.1, 1e-5),
+    ),
+    "a gradient of another shape": (
+        "_log_softmax_backward_data.default",
+        (torch.ones(4, 400), torch.ones(4, 2), 1, torch.float32),
+    ),
+    "fewer values than keys": (
+        "_scaled_dot_product_flash_attention_for_cpu.default",
+        (torch.ones(1, 1, 9, 4), torch.ones(1, 1, 9, 4), torch.ones(1, 1, 1, 4)),
+    ),
+    "a number as dtype": ("softmax.int", (torch.ones(4), 0, -1)),
+    "a mask of fewer batches": (
+        "_scaled_dot_product_flash_attention_for_cpu.default",
+        (*[torch.ones(4, 1, 9, 4)] * 3, 0.0, False, {"attn_mask": torch.ones(2, 1, 9, 9)}),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPERANDS)
+def test_operands_that_a_kernel_would_take_on_trust_are_refused(name: str) -> None:
+    """It would read memory that is not theirs, or end the process."""
+    op, args = OPERANDS[name]
+    kwargs = args[-1] if isinstance(args[-1], dict) else {}
+    with pytest.raises(nanhunt.UsageError, match=r"do not fit together|takes a dtype as dtype"):
+        running.op_gives(op_list.op_of(f"aten.{op}"), args[: len(args) - bool(kwargs)], kwargs)
+
+
+def test_operands_that_fit_run() -> None:
+    """The test above would pass on a check that refuses everything."""
+    x, one, zero, q = torch.randn(5, 3), torch.ones(3), torch.zeros(3), torch.randn(2, 3, 4, 8)
+    for op, args, kwargs in (
+        ("native_batch_norm.default", (x, one, zero, zero, one, True, 0.1, 1e-5), {}),
+        ("native_batch_norm.default", (x, None, None, zero, one, False, 0.1, 1e-5), {}),
+        ("_native_batch_norm_legit.no_stats", (x, one, zero, True, 0.1, 1e-5), {}),
+        ("_log_softmax_backward_data.default", (x, x, 1, torch.float32), {}),
+        ("_scaled_dot_product_flash_attention_for_cpu.default", (q, q, q), {"attn_mask": torch.zeros(1, 1, 4, 4)}),
+        ("softmax.int", (x, 0, torch.float64), {}),
+    ):
+        assert running.op_gives(op_list.op_of(f"aten.{op}"), args, kwargs) is not None
+
+
+def test_an_op_on_numbers_alone_is_not_run() -> None:
+    """One of them divides by zero, which ends the process."""
+    with pytest.raises(nanhunt.UsageError, match="works on no tensor"):
+        op_list.op_of("aten.remainder.int")
+
+
 def test_every_op_of_the_list_is_one_of_torch() -> None:
     """A misspelt name would be one that is never run."""
     known = [name for name in op_list._OPS if hasattr(torch.ops.aten, name) or hasattr(torch.ops.aten, name + "_")]
     assert len(known) > 0.97 * len(op_list._OPS), op_list._OPS - set(known)
 
 
-@pytest.mark.parametrize("path", ["a." * 1_000_000 + "a", "..", "a..b"])
+@pytest.mark.parametrize("path", ["a." * 1_000_000 + "a", "..", "a..b", "forward", "a.training"])
 def test_a_path_that_no_module_has_builds_no_tree(path: str, folder: pathlib.Path) -> None:
     finding = json.loads((folder / "finding.json").read_text())
     (folder / "finding.json").write_text(json.dumps(finding | {"module": path}))
     _edit(folder, lambda m: m["parts"].pop("op"))
     with pytest.raises(nanhunt.UsageError, match="is the path of no module"):
         nanhunt.load_capsule(folder).replay()
+
+
+def test_parameters_that_are_no_tensors_are_refused(folder: pathlib.Path) -> None:
+    for value in (None, 0, "x", {"tuple": []}, {"dtype": "float16"}):
+        _edit(folder, lambda m, value=value: m["parts"]["call"]["trees"]["state"]["dict"].append(["0", value]))
+        with pytest.raises(nanhunt.UsageError, match="its parameters are none"):
+            nanhunt.load_capsule(folder).bad()
 
 
 def test_a_value_of_a_strangers_file_is_plain(folder: pathlib.Path) -> None:
@@ -316,47 +377,67 @@ def test_what_would_move_the_cursor_is_shown_instead(folder: pathlib.Path, capsy
 
 # --- memory -----------------------------------------------------------------------------------------------------------
 
+# VmHWM, and not ru_maxrss: that of a child begins at what its parent had, and shows nothing under a large one.
 MEASURED = """
-import resource, sys
+import sys
 import nanhunt
 from nanhunt import cli, replaying, bisecting  # what a replay loads
 import torch
 torch.zeros(10)
-most = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-before = most()
-code = cli.main(["replay", sys.argv[1], "--max-mb", sys.argv[2]])
-print(f"{code} {most() - before:.0f}")
+most = lambda: int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) / 1024
+for folder in sys.argv[2:]:
+    before = most()
+    code = cli.main(["replay", folder, "--max-mb", sys.argv[1]])
+    print(f"{code} {most() - before:.0f}")
 """
+needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads what Linux tells of memory")
 
 
-def _measured(folder: pathlib.Path, max_mb: float) -> tuple[int, int]:
-    """The exit code, and by how many megabytes the process has grown at its highest."""
+def _measured(max_mb: float, *folders: pathlib.Path) -> list[tuple[int, int]]:
+    """For each capsule the exit code, and by how many megabytes the process has grown at its highest."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", MEASURED, str(folder), str(max_mb)]
+    command = [sys.executable, "-c", MEASURED, str(max_mb), *map(str, folders)]
     ran = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120, check=True)
-    code, grown = ran.stdout.splitlines()[-1].split()
-    return int(code), int(grown)
+    lines = [line.split() for line in ran.stdout.splitlines() if len(line.split()) == 2 and line[0].isdigit()]
+    return [(int(code), int(grown)) for code, grown in lines]
 
 
+@needs_proc
 def test_no_capsule_takes_more_memory_than_the_cap(folder: pathlib.Path) -> None:
     """Beside some tens of MB for the libraries of a replay: a file over the cap is not read at all."""
-    bombs: dict[str, Callable[[], object]] = {
-        "a large file": lambda: os.truncate(folder / "tensors.safetensors", 1 << 33),  # sparse: it costs no disk
-        "one number, spread": lambda: _edit(folder, lambda m: _rows(m, shape=[1 << 33], strides=[0], offset=0)),
-        "a wide result": lambda: (
-            _edit(folder, lambda m: _build(m, "ConstantPad1d", padding=1 << 33, value=0.0)),
-            _edit(folder, lambda m: m["parts"].pop("op")),
+    bombs: dict[str, Callable[[pathlib.Path], object]] = {
+        "a large file": lambda f: os.truncate(f / "tensors.safetensors", 1 << 33),  # sparse: it costs no disk
+        "one number, spread": lambda f: _edit(f, lambda m: _rows(m, shape=[1 << 33], strides=[0], offset=0)),
+        "a wide result": lambda f: (
+            _edit(f, lambda m: _build(m, "ConstantPad1d", padding=1 << 33, value=0.0)),
+            _edit(f, lambda m: m["parts"].pop("op")),
         ),
-        "brackets": lambda: (folder / "manifest.json").write_text("[" * (1 << 22)),
+        "brackets": lambda f: (f / "manifest.json").write_text("[" * (1 << 22)),
     }
-    _, usual = _measured(folder, 100)
+    folders = []
     for name, bomb in bombs.items():
-        files = {one: (folder / one).read_bytes() for one in ("manifest.json", "tensors.safetensors")}
-        bomb()
-        code, grown = _measured(folder, 100)
-        assert code == 2 and grown < usual + 150, (name, code, grown)
-        for one, data in files.items():
-            (folder / one).write_bytes(data)
+        folders.append(pathlib.Path(shutil.copytree(folder, folder.parent / name)))
+        bomb(folders[-1])
+    usual, *grown = _measured(100, folder, *folders)  # the healthy one first: it loads the libraries
+    assert usual[0] == 0 and [code for code, _ in grown] == [2] * len(bombs)
+    assert all(one < 100 for _, one in grown), grown
+
+
+@needs_proc
+def test_what_an_op_takes_for_its_own_work_is_bounded(tmp_path: pathlib.Path) -> None:
+    """A convolution of float64 unfolds its input: 100 KB of a capsule become 7 GB, and no shape tells."""
+    conv = nn.Conv2d(1, 1, 100, padding=50, dtype=torch.float64)
+    nn.init.constant_(conv.weight, 1e5)
+    x = torch.full((1, 1, 1, 1), 1e308, dtype=torch.float64)
+    finding = nanhunt.hunt(conv, x, model=conv, capsule=tmp_path)
+    assert finding is not None
+    fine = pathlib.Path(finding.context["capsule"])
+    bomb = pathlib.Path(shutil.copytree(fine, tmp_path / "bomb"))
+    _edit(bomb, lambda m: m["parts"].pop("op"))
+    wide = (bomb / "manifest.json").read_text().replace('["padding", {"tuple": [50, 50]}]', '["padding", 200]')
+    (bomb / "manifest.json").write_text(wide)
+    usual, grown = _measured(100, fine, bomb)
+    assert '"padding", 200' in wide and usual[0] == 0 and grown[0] == 2 and grown[1] < 400, grown
 
 
 def test_torch_load_would_take_what_this_format_does_not(tmp_path: pathlib.Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,8 @@ from ..errors import UsageError, enabled
 from ..report.lines import clean
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from ..replaying import Attempt, Capsule
 
 REPRODUCED, NOT_REPRODUCED = 0, 3
@@ -51,7 +54,8 @@ def parser() -> argparse.ArgumentParser:
         metavar="MB",
         type=float,
         default=4096.0,
-        help="how much of the capsule is read, and what running it may take (default: 4096)",
+        help="megabytes of the capsule that are read, and that running it may take (default: 4096; what an operation "
+        "takes for its own work is bounded on Linux, on a CPU)",
     )
     return made
 
@@ -66,7 +70,8 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(f"--max-mb {options.max_mb}: give a number of megabytes above 0")
     if not enabled():
         raise UsageError("nanhunt is switched off by NANHUNT=0: unset it to replay a capsule")
-    from .. import bisecting, factory
+    from .. import factory
+    from ..ceiling import ceiling
     from ..replaying import load_capsule
     from ..report.text import page
 
@@ -77,18 +82,28 @@ def run(options: argparse.Namespace) -> int:
         _say(f"           {line}")
     for what in (*capsule.left_out, *capsule.missing):
         _say(f"           not in the capsule: {what}")
-    attempts = capsule.replay(model, dtype=options.dtype)
-    for attempt in attempts:
-        _say(_told(capsule, attempt, options.dtype))
-    again = next((attempt.finding for attempt in attempts if attempt.finding is not None), None)
-    if again is not None:
-        print(f"\n{page(again)}\n")
-    same = any(attempt.same for attempt in attempts)
-    if options.bisect:
-        for line in bisecting.bisect(capsule, model, dtype=options.dtype).lines():
-            _say(line)
+    with ceiling(options.max_mb) if options.device == "cpu" else contextlib.nullcontext():
+        attempts = capsule.replay(model, dtype=options.dtype)
+        for attempt in attempts:
+            _say(_told(capsule, attempt, options.dtype))
+        again = next((attempt.finding for attempt in attempts if attempt.finding is not None), None)
+        if again is not None:
+            print(f"\n{page(again)}\n")
+        same = any(attempt.same for attempt in attempts)
+        if options.bisect:
+            for line in _smallest(capsule, model, options.dtype):
+                _say(line)
     _say("reproduced" if same else "not reproduced")
     return REPRODUCED if same else NOT_REPRODUCED
+
+
+def _smallest(capsule: Capsule, model: nn.Module | None, dtype: str | None) -> Iterator[str]:
+    from .. import bisecting
+
+    try:
+        yield from bisecting.bisect(capsule, model, dtype=dtype).lines()
+    except UsageError as error:  # what a replay could run whole need not be something that takes parts
+        yield f"bisect:    {error}"
 
 
 def _where(capsule: Capsule) -> Iterator[str]:
