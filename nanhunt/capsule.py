@@ -18,11 +18,12 @@ import torch
 from . import __version__, batches, reproduction, safe_tensors
 from .cargo import packed
 from .catch import Part, Parts
-from .errors import NonFiniteWarning
+from .errors import NonFiniteWarning, UsageError
 from .finding import Finding
 from .report.files import whole_folder
 
 FORMAT = 1
+_MOST = 100  # in one folder: a program may make a thousand models, and each of them a fault
 # Written in this order: a folder without the last of them does not open.
 FINDING, TENSORS, REPRO, MANIFEST = "finding.json", "tensors.safetensors", "repro.py", "manifest.json"
 
@@ -35,7 +36,8 @@ def kept(finding: Finding, parts: Parts, folder: str | os.PathLike[str], *, slim
     try:
         told = str(write(finding, parts, folder, slim=slim))
     except Exception as failure:
-        reason = getattr(failure, "strerror", None) or f"{type(failure).__name__}: {failure}"
+        said = str(failure) if isinstance(failure, UsageError) else f"{type(failure).__name__}: {failure}"
+        reason = getattr(failure, "strerror", None) or said
         told = f"not written: {reason}"
         try:
             text = f"nanhunt could not write a capsule into {os.fspath(folder)!r}: {reason}"
@@ -50,7 +52,10 @@ def write(finding: Finding, parts: Parts, folder: str | os.PathLike[str], *, sli
 
     Raises:
         OSError: when it cannot be written; then nothing is left of it.
+        UsageError: when the folder holds a hundred of them.
     """
+    if os.path.isdir(folder) and len(os.listdir(folder)) >= _MOST:
+        raise UsageError(f"it holds {_MOST} capsules already")
     with whole_folder(folder, _name(finding)) as (draft, placed):
         _fill(draft, finding, parts)
         if slim:
@@ -103,6 +108,8 @@ def missing(finding: Finding, parts: Parts, *, slim: bool = False) -> Iterator[s
         elif parts.call.facts.get("changed"):
             changed = ", ".join(parts.call.facts["changed"])
             yield f"{what} as they were before it ran: it has written to {changed}{both}"
+        if parts.call is not None and "call" in parts.call.cargo.trees and parts.call.facts["when"] == "after":
+            yield from _later(parts.call, both)
         if finding.phase == "backward" and not _gradients(parts.call):
             yield f"the gradient that came back to {finding.module or 'the model'}{both}"
     if parts.op is None and finding.op is not None:
@@ -115,6 +122,13 @@ def missing(finding: Finding, parts: Parts, *, slim: bool = False) -> Iterator[s
         yield from parts.missing
     elif not parts.batches:
         yield "the batch: it was gone by then; ring=1 keeps it, and so does nanhunt.hunt"
+
+
+def _later(call: Part, both: str) -> Iterator[str]:
+    """What was taken once the call was over, and may have been something else when it began."""
+    if any(call.facts["training"].values()):
+        also = "buffers and the " if call.facts["buffers"] else ""
+        yield f"its {also}random numbers as they were before it ran: they were taken after it{both}"
 
 
 def _ran_twice(finding: Finding) -> bool:

@@ -71,6 +71,8 @@ class Catch:
         self.room = Room(most)
         self.target = target
         self.found: Parts | None = None  # of the first fault, where the watch itself writes no capsule
+        self.closed = False  # no capsule will be written any more
+        self.written: set[tuple[str, str | None]] = set()  # phases and modules of which there is a capsule
         self._ring: deque[Part] = deque(maxlen=ring)
         self._suspects: list[Origin] = []
         self._squeezed = False  # batches have made room for something else
@@ -84,6 +86,8 @@ class Catch:
 
     def batch(self, args: Any, kwargs: Any, step: int, sample: Any) -> None:
         """The model is called from outside."""
+        if self.closed:
+            return
         self._calls += 1
         self._hashed.append((step, sample))
         if self._ops and self._ops[0][1] < self._calls - _CALLS:
@@ -100,6 +104,13 @@ class Catch:
         """What nothing has confirmed by now was harmless."""
         self._suspects.clear()
         self._let_go(self._calls + 1)
+
+    def close(self) -> None:
+        """Let all copies go, and take no more."""
+        self.closed = True
+        self.end_step()
+        self._ring.clear()
+        self._hashed.clear()
 
     def _let_go(self, before: int) -> None:
         for birth, at in self._ops:
@@ -120,7 +131,12 @@ class Catch:
         return part
 
     def born(self, origin: Origin, observer: Observer, hand: Any) -> None:
-        """A suspected birth: copy what its module was given, while the call still runs, and the module's state."""
+        """A suspected birth: copy what its module was given, while the call still runs, and the module's state.
+
+        Not of a module that there is a capsule of: a fault of every step would be copied in every step.
+        """
+        if self.closed or (origin.phase, origin.call.path if origin.call is not None else None) in self.written:
+            return
         running = frames.running()
         origin.facts["call_part"] = self._roomy(lambda: self._culprit(origin, observer, running, hand))
         root = next((one for one in reversed(running) if id(one[0]) in observer.names.modules), None)
@@ -160,7 +176,7 @@ class Catch:
 
     def op(self, run: Run, birth: Birth, position: int) -> None:
         """An op that made something bad has just run: copy what it was given."""
-        if birth.literal or (len(self._ops) >= OPS and birth.kept is None):
+        if self.closed or birth.literal or (len(self._ops) >= OPS and birth.kept is None):
             return
         birth.kept = self._roomy(lambda: self._operation(run, birth, position))
         self._ops.append((birth, self._calls))
@@ -284,6 +300,7 @@ def _take_module(part: Part, module: nn.Module) -> None:
     part.cargo.add("state", dict(named))
     part.cargo.add("build", rebuild.described(module))
     part.facts["training"] = {name: m.training for name, m in module.named_modules()}
+    part.facts["buffers"] = any(True for _ in module.buffers())
     part.facts["type"] = part.facts.get("type") or type_name(module)
 
 

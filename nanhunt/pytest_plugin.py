@@ -20,7 +20,8 @@ from .ranges import RangesChanged
 from .report.files import try_folder
 
 _SESSION = pytest.StashKey[asked.Settings]()
-_WRITES = pytest.StashKey[bool]()  # reports were asked for, and not only by an ini file for the runs that use it
+# The folders that were asked for, and not only by an ini file for the runs that use them.
+_WRITES = pytest.StashKey[list[str]]()
 _TRIAL = pytest.StashKey[Trial]()
 _SHOWN = 3  # findings of one test that become sections
 
@@ -96,19 +97,20 @@ def pytest_configure(config: pytest.Config) -> None:
     except UsageError as error:
         raise pytest.UsageError(str(error)) from None
     config.stash[_SESSION] = session
-    config.stash[_WRITES] = enabled() and session.report is not None and bool(session.on or above.report)
+    config.stash[_WRITES] = [
+        name for name in asked.FOLDERS if enabled() and getattr(session if session.on else above, name) is not None
+    ]
     idle = [asked.flag(name) for name in asked.NAMES if name != "on" and getattr(line, name) is not None]
     config.pluginmanager.register(_End(session, here, idle), "nanhunt-end")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """A folder that reports cannot go to ends the run before its tests, and not in one of them."""
-    report = session.config.stash[_SESSION].report
-    if report is not None and session.config.stash[_WRITES] and not session.config.getoption("collectonly"):
+    """A folder that reports or capsules cannot go to ends the run before its tests, and not in one of them."""
+    for name in session.config.stash[_WRITES] if not session.config.getoption("collectonly") else ():
         try:
-            try_folder(report)
+            try_folder(getattr(session.config.stash[_SESSION], name))
         except UsageError as error:
-            raise pytest.UsageError(f"{asked.flag('report')}: {error}") from None
+            raise pytest.UsageError(f"{asked.flag(name)}: {error}") from None
 
 
 class _End:

@@ -20,7 +20,7 @@ _LEGAL = {
     "compiled": ("error", "eager", "retrace"),
 }
 _FLAGS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
-_OF_WATCH = ("detail", "stop", "kinds", "allow", "compiled")
+_OF_WATCH = ("detail", "stop", "kinds", "allow", "compiled", "capsule")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +37,7 @@ class Settings:
     headroom_bits: float | None = None
     dtype: str | None = None
     report: str | None = None
+    capsule: str | None = None
 
     def over(self, below: Settings) -> Settings:
         """These settings, and where they say nothing, those of `below`."""
@@ -48,8 +49,11 @@ class Settings:
         return {name: value for name in _OF_WATCH if (value := getattr(self, name)) is not None}
 
     def inside(self, folder: Path) -> Settings:
-        """The same, with the folder of reports as seen from `folder`."""
-        return self if self.report is None else replace(self, report=str(folder / self.report))
+        """The same, with the folders of reports and capsules as seen from `folder`."""
+        said: dict[str, Any] = {
+            name: str(folder / there) for name in FOLDERS if (there := getattr(self, name)) is not None
+        }
+        return replace(self, **said) if said else self
 
 
 NAMES = tuple(field.name for field in fields(Settings))
@@ -159,8 +163,11 @@ SETTINGS: dict[str, Setting] = {
     ),
     "dtype": Setting(read=_dtype, metavar="DTYPE", help="hold headroom against this dtype, such as float16"),
     "report": Setting(read=_folder, metavar="DIR", help="write a page (HTML) and the JSON of each fault into DIR"),
+    "capsule": Setting(
+        read=_folder, metavar="DIR", help="keep a capsule of each fault in a new folder inside DIR, for nanhunt replay"
+    ),
 }
-NOT_IN_MARKERS = ("report",)
+FOLDERS = NOT_IN_MARKERS = ("report", "capsule")
 
 
 def flag(name: str) -> str:

@@ -141,6 +141,8 @@ class Hunting:
         """`nanhunt.hunt`; when the test fails, what it has found is shown and saved with it."""
         from .hunter import hunt
 
+        if self._trial.settings.capsule is not None:
+            kwargs = {"capsule": self._trial.settings.capsule} | kwargs
         finding = hunt(step, *args, **kwargs)
         if finding is not None:
             self._hunted.append(finding)

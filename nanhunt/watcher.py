@@ -16,6 +16,7 @@ from torch import nn
 from . import hooks, internals
 from .compiled import has_compiled
 from .errors import NonFiniteError, NonFiniteWarning, UsageError
+from .filing import Filing
 from .finding import Finding
 from .hits import KEPT, Hits
 from .judge import Judge
@@ -27,12 +28,9 @@ from .scene import Scene
 from .verdict import Origin
 
 if TYPE_CHECKING:
-    from .catch import Catch
     from .monitoring import Monitor
     from .oplevel import OpLevel
 
-
-_CAPSULES = 3  # faults in different places that one watch writes a capsule of
 
 _active: list[Watch] = []
 
@@ -85,10 +83,10 @@ class Watch:
         self._scene.optimizer = self._optimizer
         self._judge.has_optimizer = self._optimizer is not None
         self._judge.observer, self._judge.scene = self._observer, self._scene
-        self._catch = self._scene.catch = options.catch or _catch(options)
-        self._written: set[tuple[str | None, ...]] = set()  # places of which there is a capsule
-        if self._catch is not None and self._catch.target is not None:
-            self._catch.listen(self._observer)
+        self._filing = Filing(options)
+        catch = self._scene.catch = self._filing.catch
+        if catch is not None and catch.target is not None:
+            catch.listen(self._observer)
         self._ops: OpLevel | None = None
         if options.detail == "op":
             self._trace(names)
@@ -101,7 +99,7 @@ class Watch:
         """Run a tracer beside the hooks; nothing that the watch itself does with tensors is traced."""
         from .oplevel import OpLevel
 
-        keep = self._catch.op if self._catch is not None else None
+        keep = self._filing.catch.op if self._filing.catch is not None else None
         ops = OpLevel(names, self._observer.calls.current, self._host_read, keep)
         observer = self._observer
         for name in ("on_pre", "on_post", "on_gradient"):
@@ -192,8 +190,7 @@ class Watch:
             self._attachment.remove()
         self._observer.forget()
         self._judge.state.forget()
-        if self._catch is not None:
-            self._catch.end_step()
+        self._filing.end_step()
         self._scene.optimizer = self._optimizer = None
         if self in _active:
             _active.remove(self)
@@ -335,8 +332,7 @@ class Watch:
         self._observer.drain()
         self._judge.end_step()
         self._observer.new_step()
-        if self._catch is not None:
-            self._catch.end_step()
+        self._filing.end_step()
         if self._ops is not None:
             self._ops.tracer.end_step()
         self.step += 1
@@ -373,26 +369,14 @@ class Watch:
             origin.facts["handled"] = "allowed"
 
     def _with_capsule(self, finding: Finding, origin: Origin) -> Finding:
-        """The finding of a fault; where its capsule lies, if there is to be one."""
-        catch, folder = self._catch, self._options.capsule
-        place = (finding.phase, finding.module, finding.kind, finding.tensor)
-        if catch is None or finding.handled is not None or place in self._written:
-            return finding
         try:
-            parts = catch.parts(finding, origin)
-            catch.found = catch.found or parts
-            if folder is not None and len(self._written) < _CAPSULES:
-                from .capsule import kept
-
-                self._written.add(place)
-                return kept(finding, parts, folder, slim=self._options.slim)
+            return self._filing.filed(finding, origin)
         except Exception as failure:
             self._failed(failure)
         return finding
 
     def _cleared(self, origin: Origin, why: str) -> None:
-        if self._catch is not None:
-            self._catch.forget(origin)
+        self._filing.forget(origin)
         if self._scene.absorbed(origin) and self._hits.counts(origin):
             self._hits.keep(self._scene.finding(origin))
 
@@ -400,14 +384,6 @@ class Watch:
         later = _active[_active.index(self) + 1 :] if self in _active else []
         mine = set(self._observer.names.modules)
         return [w._hits for w in later if w._observer.on and mine & set(w._observer.names.modules)]
-
-
-def _catch(options: Options) -> Catch | None:
-    if options.capsule is None:
-        return None
-    from .catch import Catch  # which a watch without a capsule never needs
-
-    return Catch(most=int(options.max_mb * 1e6), ring=options.ring)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from torch import nn
 
 from .compiled import refuse_dead, retrace
 from .errors import UsageError, enabled
+from .filing import Filing
 from .hits import Hits
 from .options import OnHit, Options, checked
 from .report.files import MAX_MB
@@ -31,6 +32,7 @@ class Nothing(Watch):
     def __init__(self, model: nn.Module, options: Options) -> None:
         self._model, self._hits = weakref.ref(model), Hits(options, list)
         self.errors, self.step = [], 0
+        self._filing = Filing(options)
 
     def __enter__(self) -> Watch:
         return self

@@ -143,6 +143,7 @@ judge
 regions
 observer
 scene
+filing
 watcher
 watching
 rehearsal

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 
 import nanhunt
-from nanhunt import batches, bisecting, cli, rebuild, safe_tensors
+from nanhunt import batches, bisecting, catch, cli, rebuild, safe_tensors
 from nanhunt.cargo import Cargo, Room, packed
-from nanhunt.catch import SUSPECTS
 from nanhunt.unpacked import Missing, Unpacked
 
 from .hunted import bits
@@ -297,6 +296,24 @@ def test_in_a_watch_a_fault_of_backward_says_what_is_missing(tmp_path: pathlib.P
         capsule.replay(model)
 
 
+def test_what_was_taken_after_the_call_is_said(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A batch norm has moved its buffers by then, and a dropout the random numbers; hunt takes both before."""
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.5))
+    model[0].weight.data.fill_(3e38)
+    x = torch.randn(6, 3) * 9
+    with nanhunt.watch(model, capsule=tmp_path, on_hit="record") as hunt, torch.no_grad():
+        model(x)
+    assert hunt.finding is not None
+    late = "its buffers and the random numbers as they were before it ran: they were taken after it; nanhunt.hunt"
+    assert any(late in one for one in opened(hunt.finding).missing)
+    cli.main(["replay", hunt.finding.context["capsule"]])
+    assert f"not in the capsule: {late}" in capsys.readouterr().out
+    assert opened(caught(model, x, tmp_path)).missing == []
+    with nanhunt.watch(model.eval(), capsule=tmp_path, on_hit="record") as hunt, torch.no_grad():
+        model(x * 1e3)  # a batch norm that only reads its buffers
+    assert hunt.finding is not None and opened(hunt.finding).missing == []
+
+
 def test_inputs_that_the_module_wrote_to_are_named_and_hunt_takes_them_before(tmp_path: pathlib.Path) -> None:
     class InPlace(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -350,6 +367,32 @@ def test_bisect_names_the_one_bad_sample_of_64(tmp_path: pathlib.Path, capsys: p
         assert cli.main(["replay", folder, "--bisect", *model]) == 0
         said = capsys.readouterr().out
         assert "still fails with sample 37 of 64" in said and "of dimension 1 it needs 3" in said
+
+
+def test_bisect_names_the_sample_of_a_batch_that_came_bad(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No module is run for it; what cannot be taken apart is said, and the exit code is that of the replay."""
+    x = {"ids": torch.randint(0, 9, (64, 5)), "scores": torch.randn(64, 5)}
+    x["scores"][31, 2] = float("nan")
+
+    class Net(nn.Module):
+        def forward(self, batch: dict[str, Tensor]) -> Tensor:
+            return batch["scores"] + batch["ids"]
+
+    finding = nanhunt.hunt(model := Net(), x, model=model, capsule=tmp_path)
+    assert finding is not None and finding.phase == "input"
+    assert cli.main(["replay", "--bisect", finding.context["capsule"]]) == 0
+    assert "still fails with sample 31 of 64" in capsys.readouterr().out
+
+
+def test_the_hint_names_no_half_written_capsule(tmp_path: pathlib.Path) -> None:
+    """A process that was killed leaves a hidden draft."""
+    caught(encoder(), batch(), tmp_path)
+    (tmp_path / ".step1.0.123.abc.tmp").mkdir()
+    (tmp_path / ".step1.0.123.abc.tmp" / "manifest.json").write_text("{}")
+    with pytest.raises(nanhunt.UsageError, match=r"inside it there is step0\.1$"):
+        nanhunt.load_capsule(tmp_path)
 
 
 def test_samples_that_fail_only_together_are_found() -> None:
@@ -485,12 +528,12 @@ def test_suspects_are_bounded_and_dropped_when_they_were_harmless(tmp_path: path
     with nanhunt.watch(model, capsule=tmp_path, on_hit="record") as hunt, torch.no_grad():
         for _ in range(5):
             model(torch.zeros(2, 3))
-            catch = hunt._catch
-            assert catch is not None and len(catch._suspects) <= SUSPECTS
+            held = hunt._filing.catch
+            assert held is not None and len(held._suspects) <= catch.SUSPECTS
     assert hunt.finding is None and hunt.findings and list(tmp_path.iterdir()) == []
     hunt.findings.clear()
     gc.collect()
-    assert catch.room.left == catch.room.most
+    assert held.room.left == held.room.most
 
 
 def test_only_the_first_places_are_written_and_no_folder_is_written_over(tmp_path: pathlib.Path) -> None:
@@ -503,6 +546,52 @@ def test_only_the_first_places_are_written_and_no_folder_is_written_over(tmp_pat
         model(torch.zeros(2, 8))
     assert sorted(one.name for one in tmp_path.iterdir()) == ["step0.1", "step0.1-2"]
     assert "capsule" in hunt.findings[0].context and "capsule" not in hunt.findings[1].context
+
+
+def test_after_the_last_capsule_nothing_is_copied_any_more(tmp_path: pathlib.Path) -> None:
+    """Faults in ten places, a hundred times: three capsules, and then no step pays for a copy, not even of a ring."""
+
+    class Many(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.ModuleList(Normalize() for _ in range(10))
+
+        def forward(self, x: Tensor, at: int) -> Tensor:
+            return self.inner[at](x)  # type: ignore[no-any-return]
+
+    model = Many()
+    with nanhunt.watch(model, capsule=tmp_path, on_hit="record", ring=2) as hunt, torch.no_grad():
+        held = hunt._filing.catch
+        assert held is not None
+        model(torch.zeros(2, 3), 0)
+        assert held.room.left < held.room.most  # the ring
+        for step in range(100):
+            model(torch.zeros(2, 3), step % 10)
+        hunt.findings.clear()
+        gc.collect()
+        assert held.closed and held.room.left == held.room.most
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_fault_that_stays_is_copied_once(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same module fails in every step: there is a capsule of it, and later steps take nothing for another."""
+    taken: list[Any] = []
+    take = catch._take_module
+    monkeypatch.setattr(catch, "_take_module", lambda part, module: (taken.append(module), take(part, module)))
+    model = nn.Sequential(Normalize())
+    with nanhunt.watch(model, capsule=tmp_path, on_hit="record"), torch.no_grad():
+        for _ in range(5):
+            model(torch.zeros(2, 3))
+    assert len(taken) == 1
+
+
+def test_a_folder_takes_a_hundred_capsules(tmp_path: pathlib.Path) -> None:
+    for number in range(100):
+        (tmp_path / str(number)).mkdir()
+    with pytest.warns(nanhunt.NonFiniteWarning, match="it holds 100 capsules already"):
+        finding = caught(encoder(), batch(), tmp_path)
+    assert finding.context["capsule"] == "not written: it holds 100 capsules already"
+    assert len(list(tmp_path.iterdir())) == 100
 
 
 @pytest.mark.parametrize("how", ["a file stands there", "the disk is full"])

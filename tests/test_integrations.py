@@ -203,6 +203,17 @@ def test_a_report_is_written_for_each_place(tmp_path: Path, caplog: pytest.LogCa
     assert len(list(stem.parent.iterdir())) == 4
 
 
+def test_a_capsule_bears_the_step_of_the_trainer(tmp_path: Path) -> None:
+    """In its name, in its finding and beside the hashes of its batches; the watch began to count at step 2."""
+    callback = NanHuntCallback(steps=(2, 9), on_hit="stop", capsule=tmp_path / "faults", ring=2)
+    trainer(tmp_path, callback, fault=Fault(3, "forward")).train()
+    assert callback.finding is not None and callback.finding.step == 3
+    (folder,) = (tmp_path / "faults").iterdir()
+    capsule = nanhunt.load_capsule(folder)
+    assert folder.name.startswith("step3.") and callback.finding.context["capsule"] == str(folder)
+    assert capsule.finding.step == 3 and [one["step"] for one in capsule.hashes] == [2, 3]
+
+
 def test_a_report_that_cannot_be_written_ends_no_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     callback = NanHuntCallback(on_hit="record", report=tmp_path / "reports")
     (tmp_path / "reports").write_text("in the way by now")

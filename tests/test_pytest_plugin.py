@@ -400,6 +400,35 @@ def test_a_shortage_of_headroom_is_written_down_too(run: Run, pytester: pytest.P
     assert any(file.read_text().startswith("1 (Large): largest output 20 000") for file in files)
 
 
+def test_a_capsule_is_kept_of_what_a_test_has_found(run: Run, pytester: pytest.Pytester) -> None:
+    """Of a watched test and of a hunt of the fixture, both from the folder that pytest was started in."""
+    body = """
+import os
+import torch
+from torch import nn
+
+class Root(nn.Module):
+    def forward(self, x):
+        return x.sqrt()
+
+def test_watched():
+    Root()(-torch.ones(2))
+
+def test_hunted(nanhunt, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = Root()
+    assert nanhunt.hunt(model, -torch.ones(2), model=model).context["capsule"].startswith("{folder}")
+"""
+    folder = pytester.path / "faults"
+    run(body.replace("{folder}", str(folder)), "--nanhunt", "--nanhunt-capsule=faults").assert_outcomes(
+        passed=1, failed=1
+    )
+    assert sorted(one.name for one in folder.iterdir()) == ["step0.forward", "step0.forward-2"]
+    (pytester.path / "taken").write_text("")
+    result = run("def test_one(): pass", "--nanhunt", "--nanhunt-capsule=taken")
+    result.stderr.fnmatch_lines(["ERROR: --nanhunt-capsule: cannot write into '*taken': *"])
+
+
 # --- the fixture --------------------------------------------------------------------------------------------
 
 

@@ -148,6 +148,7 @@ class Span:
         self._now, self._tell = now, tell
         if self._watch is None:
             self._watch = watch(model, bare(optimizer), on_hit=self._hit, **self.options)
+            self._watch._filing.told = self._now_of_trainer  # its capsules bear the trainer's steps
             self._read = 0
             self._marks: deque[tuple[int, int]] = deque(maxlen=8)
         self._mark()
@@ -202,6 +203,10 @@ class Span:
             return finding
         passed = [there for ours, there in self._marks if ours <= step]
         return dataclasses.replace(finding, step=passed[-1] if passed else self._marks[0][1])
+
+    def _now_of_trainer(self, finding: Finding) -> Finding:
+        self._mark()
+        return self._of_trainer(finding)
 
     # --- what was found -----------------------------------------------------------------------------
 
