@@ -176,7 +176,9 @@ class Catch:
 
     def op(self, run: Run, birth: Birth, position: int) -> None:
         """An op that made something bad has just run: copy what it was given."""
-        if self.closed or birth.literal or (len(self._ops) >= OPS and birth.kept is None):
+        if self.closed or (birth.phase, birth.module) in self.written:
+            return
+        if birth.literal or (len(self._ops) >= OPS and birth.kept is None):
             return
         birth.kept = self._roomy(lambda: self._operation(run, birth, position))
         self._ops.append((birth, self._calls))

@@ -38,7 +38,10 @@ class Filing:
         """The finding of a fault; where its capsule lies, if there is to be one."""
         catch = self.catch
         place = (finding.phase, finding.module, finding.tensor if finding.module is None else None)
-        if catch is None or catch.closed or finding.handled is not None or place in self._places:
+        if catch is None or finding.handled is not None:
+            return finding
+        if catch.closed or place in self._places:
+            catch.forget(origin)
             return finding
         parts = catch.parts(finding, origin)
         if self._folder is None:
