@@ -1,4 +1,4 @@
-"""The command line: `nanhunt train.py`, `nanhunt log FILE...`, `nanhunt show FILE...`, `nanhunt demo`."""
+"""The command line: `nanhunt train.py`, and the commands."""
 
 from __future__ import annotations
 
