@@ -1,4 +1,4 @@
-"""The command line: `nanhunt train.py`, and the commands `log`, `show`, `replay` and `demo`."""
+"""The command line: `nanhunt train.py`, and the commands."""
 
 from __future__ import annotations
 
