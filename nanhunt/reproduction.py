@@ -6,6 +6,7 @@ from typing import Any
 
 from .cargo import whole
 from .finding import Finding
+from .report.lines import clean
 
 _HEAD = '''\
 """{title}
@@ -142,7 +143,7 @@ if __name__ == "__main__":
         reproduced = reproduced or KIND in kinds
         print(f"{{attempt.__doc__}} {{', '.join(sorted(kinds)) or 'nothing bad'}} (recorded: {{KIND}})")
     if not ATTEMPTS:
-        print({advice!r})
+        print({advice!a})
         sys.exit(4)
     print("reproduced" if reproduced else "not reproduced")
     sys.exit(0 if reproduced else 3)
@@ -151,8 +152,7 @@ if __name__ == "__main__":
 
 def program(finding: Finding, manifest: dict[str, Any]) -> str:
     """The text of `repro.py` for what a manifest holds."""
-    title = finding.title().replace("\\", "/").replace('"', "'")
-    text = _HEAD.format(title=title, file="repro.py", kind=finding.kind)
+    text = _HEAD.format(title=_said(finding.title()), file="repro.py", kind=finding.kind)
     attempts = []
     call, op = manifest["parts"].get("call"), manifest["parts"].get("op")
     if op is not None and _whole(op, op["trees"]) and op["facts"]["name"].count(".") == 2:
@@ -200,8 +200,8 @@ def _of_module(part: dict[str, Any], finding: Finding) -> str:
         f"torch.set_rng_state({source(random['torch'], 'call')})\n    " if facts["when"] == "before" and random else ""
     )
     return _MODULE.format(
-        type=facts["type"],
-        path=repr(facts["module"] or "the model").replace('"', "'"),
+        type=_said(facts["type"]),
+        path=_said(facts["module"] or "the model"),
         also=", with the gradient that came back" if "grads" in backward else "",
         build=_built(trees["build"]),
         state=source(trees["state"], "call"),
@@ -261,6 +261,12 @@ def source(tree: Any, title: str) -> str:
         return f"collections.namedtuple('Record', {names!r})({values})"
     pairs = "{" + ", ".join(f"{source(key, title)}: {source(one, title)}" for key, one in inner) + "}"
     return f"Record({pairs})" if word == "record" else pairs
+
+
+def _said(text: str) -> str:
+    """A name that may hold anything, as it stands in a docstring, and is printed from there on any terminal."""
+    plain = clean(text).encode("ascii", errors="backslashreplace").decode()
+    return plain.replace("\\", "\\\\").replace('"', "'")
 
 
 def _whole(part: dict[str, Any], tree: Any) -> bool:

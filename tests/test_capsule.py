@@ -752,6 +752,25 @@ def test_the_launcher_writes_capsules(tmp_path: pathlib.Path) -> None:
     assert python("-m", "nanhunt", "replay", folder).returncode == 0
 
 
+@pytest.mark.parametrize("name", ['q"""\nraise SystemExit(9)\n"""', "esc\x1b[2J\\", "lone\ud800", "{nul\0}"])
+def test_a_name_of_any_characters_is_a_name_in_the_program(name: str, tmp_path: pathlib.Path) -> None:
+    """It ends no text of repro.py, runs nothing, and moves no cursor."""
+
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self._modules[name] = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self._modules[name](x)  # type: ignore[misc, no-any-return]
+
+    model = Named()
+    nn.init.constant_(model._modules[name].weight, 3e38)  # type: ignore[union-attr, arg-type]
+    folder = caught(model, torch.full((1, 2), 9.0), tmp_path).context["capsule"]
+    ran = python(pathlib.Path(folder) / "repro.py")
+    assert ran.returncode == 0 and ran.stdout.count("recorded: +inf") == 2 and "\x1b" not in ran.stdout, ran
+
+
 # --- the hash of a batch --------------------------------------------------------------------------------------------
 
 
