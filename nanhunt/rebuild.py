@@ -134,7 +134,8 @@ def fit(module: nn.Module, state: Mapping[str, Tensor], *, whole: bool = False) 
     """Give a module the parameters and buffers of `state`; the names that it has and the state has not.
 
     Raises:
-        UsageError: for shapes that differ; with `whole`, for names that differ, too.
+        UsageError: for shapes that differ, and for a module of torch.nn whose own parameters are of several dtypes; with
+            `whole`, for names that differ, too.
     """
     wanted = _shapes(module)
     for name, shape in wanted.items():
@@ -156,6 +157,11 @@ def fit(module: nn.Module, state: Mapping[str, Tensor], *, whole: bool = False) 
             )
         elif short in owner._buffers:
             owner._buffers[short] = value
+    for one in module.modules():
+        dtypes = {p.dtype for p in one.parameters(recurse=False)}
+        if len(dtypes) > 1 and type(one) is getattr(nn, type(one).__name__, None):
+            # The fast path of MultiheadAttention takes it on trust, and reads beyond the end.
+            raise UsageError(f"the parameters of a {type(one).__name__} are of several dtypes")
     return missing
 
 

@@ -262,6 +262,24 @@ def test_a_module_that_is_not_on_the_list_or_too_large_is_not_built(name: str, f
         capsule.replay()
 
 
+def test_parameters_of_several_dtypes_are_refused() -> None:
+    """The fast path of an encoder layer reads a bias of bfloat16 as if it were float32, and ends the process."""
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    state, spec = dict(layer.named_parameters()), rebuild.described(layer)
+    assert rebuild.built(spec, state) is not None
+    state["self_attn.in_proj_bias"] = nn.Parameter(state["self_attn.in_proj_bias"].to(torch.bfloat16))
+    for inside in (False, True):
+        around = nn.Sequential(layer)
+        spec = rebuild.described(around) if inside else spec
+        named = {f"0.{name}": t for name, t in state.items()} if inside else state
+        with pytest.raises(nanhunt.UsageError, match="a MultiheadAttention are of several dtypes"):
+            rebuild.built(spec, named)
+    with pytest.raises(nanhunt.UsageError, match="of several dtypes"):  # nor are they put into a model of the user's
+        rebuild.fit(layer, state)
+    mixed = nn.Sequential(nn.Linear(2, 2).half(), nn.LayerNorm(2))  # each module has one
+    assert rebuild.built(rebuild.described(mixed), dict(mixed.named_parameters())) is not None
+
+
 @pytest.mark.parametrize(
     "op",
     [
