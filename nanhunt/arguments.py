@@ -42,7 +42,6 @@ examples:
   python -m nanhunt show --html a.json             the same as a page for a browser, in a.html
   python -m nanhunt --capsule faults train.py      keep what the fault was made of, in a folder of its own
   python -m nanhunt replay faults/step12.norm      run it again, on any machine
-
   python -m nanhunt demo                           see a real float16 overflow found, in under a minute
 
 in a program, around any number of steps:

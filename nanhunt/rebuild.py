@@ -134,8 +134,8 @@ def fit(module: nn.Module, state: Mapping[str, Tensor], *, whole: bool = False) 
     """Give a module the parameters and buffers of `state`; the names that it has and the state has not.
 
     Raises:
-        UsageError: for shapes that differ, and for a module of torch.nn whose own parameters are of several dtypes; with
-            `whole`, for names that differ, too.
+        UsageError: for shapes that differ, and for a module of torch.nn whose own parameters are of several dtypes;
+            with `whole`, for names that differ, too.
     """
     wanted = _shapes(module)
     for name, shape in wanted.items():

@@ -369,6 +369,27 @@ def test_bisect_names_the_one_bad_sample_of_64(tmp_path: pathlib.Path, capsys: p
         assert "still fails with sample 37 of 64" in said and "of dimension 1 it needs 3" in said
 
 
+def test_samples_that_a_batch_norm_mixes_are_cut_to_those_that_fail_together(tmp_path: pathlib.Path) -> None:
+    """Of two samples neither is far from their mean: one overflows only beside two others."""
+    norm = nn.BatchNorm1d(3)
+    nn.init.constant_(norm.weight, 3e38)
+    x = torch.zeros(16, 3)
+    x[5] = 1
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = norm
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(x)  # type: ignore[no-any-return]
+
+    finding = nanhunt.hunt(model := Model(), x, model=model, capsule=tmp_path)
+    assert finding is not None and finding.module == "norm"
+    smallest = bisecting.bisect(opened(finding))
+    assert smallest.of == 16 and len(smallest.samples) == 3 and 5 in smallest.samples
+
+
 def test_bisect_names_the_sample_of_a_batch_that_came_bad(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -508,6 +529,27 @@ def test_healthy_steps_are_the_same_to_the_bit_and_keep_nothing_alive(detail: st
     assert plain == ready == ringed
     assert alive <= few + 1  # 64 numbers of the batch before, whose hash a capsule holds
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_healthy_step_runs_no_op_more(tmp_path: pathlib.Path) -> None:
+    """Nor does it read the device more often; a ring copies its batch, and that is told apart here."""
+
+    def ops(**options: Any) -> list[str]:
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        model = nn.Sequential(layer, nn.BatchNorm1d(5), nn.Dropout())
+        optimizer = torch.optim.AdamW(model.parameters())
+        with nanhunt.watch(model, optimizer, **options):
+            for _ in range(3):
+                optimizer.zero_grad()
+                with torch.autograd.profiler.profile() as seen:  # a dispatch mode does not see what hooks run
+                    model(torch.randn(4, 5, 8)).square().mean().backward()
+                    optimizer.step()
+        return sorted(event.name for event in seen.function_events if event.name.startswith("aten::"))
+
+    plain = ops()
+    assert len(plain) > 100 and ops(capsule=tmp_path) == plain
+    assert len(ops(capsule=tmp_path, ring=1)) > len(plain)
 
 
 def test_suspects_are_bounded_and_dropped_when_they_were_harmless(tmp_path: pathlib.Path) -> None:

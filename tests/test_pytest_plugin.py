@@ -706,7 +706,7 @@ def test_a_setting_that_says_nothing_leaves_room_for_the_next() -> None:
 
 
 def test_help_and_markers_teach(pytester: pytest.Pytester) -> None:
-    """Every setting has its option, its ini twin and, but for the folder, its argument of the marker."""
+    """Every setting has its option, its ini twin and, but for the folders, its argument of the marker."""
     help_text = pytester.runpytest_inprocess(*PLUGIN, "--help").stdout.str()
     group = help_text.split("nanhunt: where the first NaN or Inf of a test was made")[1].split("\n\n")[0]
     told = re.sub(r"\s+", " ", help_text)
@@ -718,7 +718,8 @@ def test_help_and_markers_teach(pytester: pytest.Pytester) -> None:
         assert words in told
     markers = pytester.runpytest_inprocess(*PLUGIN, "--markers").stdout.str()
     line = next(line for line in markers.splitlines() if line.startswith("@pytest.mark.nanhunt("))
-    assert all(f"{name}=" in line for name in pytest_settings.NAMES if name != "report") and "report" not in line
+    folders = pytest_settings.FOLDERS
+    assert all((f"{name}=" in line) is (name not in folders) for name in pytest_settings.NAMES)
     assert "on=False leaves it out" in line
 
 
