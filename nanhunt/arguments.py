@@ -12,6 +12,9 @@ from .verdict import KINDS
 
 _USAGE = """\
 nanhunt [options] (SCRIPT | -m MODULE | -c CODE) [arguments of the program]
+       nanhunt audit [options] MODULE:FACTORY
+       nanhunt compare [--a SETTING] [--b SETTING] [options] MODULE:FACTORY
+       nanhunt profile [--steps N] [--dtype DTYPE] [options] MODULE:FACTORY
        nanhunt show [--json | --html] [-o OUT] FILE...
        nanhunt demo [--dtype DTYPE] [--save FILE]"""
 _ABOUT = """\
@@ -33,6 +36,9 @@ examples:
   torchrun --nproc-per-node 2 -m nanhunt train.py           each rank under its own watch
   accelerate launch -m nanhunt train.py
 
+  python -m nanhunt audit train.py:build           what is wrong before the first step
+  python -m nanhunt compare train.py:build         is it the precision, and in which module
+  python -m nanhunt profile train.py:build         can this run move to float16, and what stands in the way
   python -m nanhunt show a.json b.json             read saved findings again
   python -m nanhunt show --html a.json             the same as a page for a browser, in a.html
   python -m nanhunt demo                           see a real float16 overflow found, in under a minute
@@ -44,7 +50,7 @@ in a program, around any number of steps:
 
 exit code: the program's own; 1 when a fault was found (in a child process, too) in a program that would
 have ended with 0; 2 when the program could not be started, or the report could not be written. A script
-that is called show or demo is run as ./show.
+that is called as a command (audit, compare, demo, profile, show) is run as ./show.
 NANHUNT=0 in the environment turns every watch off (the program runs alone), NANHUNT=1 is the default.
 """
 

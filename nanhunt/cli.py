@@ -1,4 +1,4 @@
-"""The command line: `nanhunt train.py`, `nanhunt show FILE...`, `nanhunt demo`."""
+"""The command line: `nanhunt train.py`, and commands: `nanhunt show FILE...`, `nanhunt audit train.py:build`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .program import CannotRun, Program
 FOUND, USAGE = 1, 2
 
 # The words that are commands: each has a file in commands/, loaded when the word is used.
-COMMANDS = ("demo", "show")
+COMMANDS = ("audit", "compare", "demo", "profile", "show")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

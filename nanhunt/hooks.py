@@ -218,7 +218,7 @@ def _close_gate() -> None:
 _listeners: tuple[Listener, ...] = ()
 _originals: list[tuple[Any, str, Any]] = []
 _limit = _raised = 0
-_SCALER_METHODS = ("scale", "step", "update")
+_SCALER_METHODS = ("scale", "unscale_", "step", "update")
 
 
 def _wrap(listener: Listener) -> None:

@@ -24,7 +24,7 @@ class Nothing(Watch):
 
     def __init__(self, model: nn.Module, options: Options) -> None:
         self._model, self._hits = weakref.ref(model), Hits(options, list)
-        self.errors, self.step = [], 0
+        self.errors, self.step, self._profiler = [], 0, None
 
     def __enter__(self) -> Watch:
         return self
@@ -61,6 +61,7 @@ def watch(
     skip: Iterable[str] = (),
     backward: bool = True,
     compiled: str = "error",
+    profile: bool = False,
     _defer: bool = False,
 ) -> Watch:
     """Watch every module of `model`, forward and backward, and name what makes the first NaN or Inf.
@@ -89,6 +90,8 @@ def watch(
             where they cannot be added: `"error"`; `"retrace"` to throw away all compiled code of the process and
             pay for one more compilation; `"eager"` to run the model eagerly while it is watched. `detail="op"`
             always runs it eagerly.
+        profile: True to count where all numbers of the watched steps lie, for `Watch.profile`; see
+            `nanhunt.profile`, also for what it costs. `every` and `steps` say which steps.
 
     Raises:
         UsageError: for something that is not a module, an option that does not exist, a model that was compiled
@@ -111,6 +114,7 @@ def watch(
         skip=skip,
         backward=backward,
         compiled=compiled,
+        profile=profile,
         defer=_defer,
     )
     if not enabled():

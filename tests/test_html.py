@@ -93,7 +93,7 @@ _TAGS = set(
 _VOID = {"meta", "wbr"}
 _ATTRIBUTES = set(
     "lang charset content name http-equiv class id href title role aria-label aria-hidden tabindex scope colspan open "
-    "width height x y x1 x2 y1 y2 cx cy r d overflow text-anchor".split()
+    "width height x y dx x1 x2 y1 y2 cx cy r d overflow text-anchor viewbox preserveaspectratio".split()
 )
 
 

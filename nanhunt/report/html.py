@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import html
-import pkgutil
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 
 from ..errors import UsageError
 from ..finding import PICTURES, Finding
 from ..numerics import fmt
 from ..outline import HOP
-from .lines import clean, elide
+from .lines import clean
 from .markup import Markup, dotted, join, tag, text, words
 from .numbers import counts, numbers
 from .ruler import HOW_TO_READ as READ_RULER
 from .ruler import rulers
+from .sheet import ROOM, advice, collection, document, fitting, frame
 from .text import title
 from .trail import HOW_TO_READ as READ_TRAIL
 from .trail import trail
@@ -24,8 +22,7 @@ from .tree import tree
 from .words import hop, is_bad, place, plain
 
 # A page is read by people and sent by mail: what a record holds beyond this stays in the record.
-_TENSORS, _CALLS, _ADVICE, _CONTEXT, _LINES = 12, 32, 12, 60, 24
-_ROOM = 470_000  # bytes of body; the style takes 12 000 more
+_TENSORS, _CALLS, _CONTEXT, _LINES = 12, 32, 60, 24
 
 _ELSEWHERE = ("path", "ledger", *PICTURES)  # context that has a place of its own
 
@@ -36,7 +33,7 @@ def page(finding: Finding) -> str:
     Nothing on it is loaded from elsewhere and nothing runs: a policy in the page forbids both. Every text of the
     record is escaped.
     """
-    return _document(title(finding), _article(finding, 1, None, room=_ROOM))
+    return document(title(finding), _article(finding, 1, None, room=ROOM))
 
 
 def pages(findings: Sequence[Finding], titles: Iterable[str] | None = None, *, notes: Sequence[str] = ()) -> str:
@@ -51,65 +48,30 @@ def pages(findings: Sequence[Finding], titles: Iterable[str] | None = None, *, n
     named = list(titles) if titles is not None else [None] * len(findings)
     if len(named) != len(findings):
         raise UsageError(f"{len(named)} titles for {len(findings)} findings: give one title for each, or none at all")
-    told: list[Markup] = []
-    index: list[Markup] = []
-    said = [words("p", note) for note in notes]
-    left = _ROOM - sum(map(_size, said))
-    for at, (finding, name) in enumerate(zip(findings, named, strict=True), 1):
-        article = _article(finding, 2, name, at, room=left // (len(findings) - at + 1))
-        source = words("span", name, class_="quiet") if name is not None else None
-        label = tag("a", join(source, words("span", _verdict(finding))), href=f"#finding-{at}")
-        left -= _size(article) + _size(label)
-        if left < 0:
-            break
-        told.append(article)
-        index.append(tag("li", label))
     heading = f"{fmt(len(findings))} finding{'s' if len(findings) != 1 else ''}" if findings else "No finding"
-    more = len(findings) - len(told)
-    head = tag(
-        "nav",
-        words("h1", heading),
-        *said,
-        tag("ol", *index) if index else None,
-        words("p", f"and {fmt(more)} more, for which this page has no room") if more else None,
+    entries = (
+        (
+            join(words("span", name, class_="quiet") if name is not None else None, words("span", _verdict(finding))),
+            f"finding-{at}",
+            functools.partial(_in_room, finding, name, at),
+        )
+        for at, (finding, name) in enumerate(zip(findings, named, strict=True), 1)
     )
-    return _document(heading, join(head, *told))
+    return document(heading, collection(heading, entries, len(findings), notes))
+
+
+def _in_room(finding: Finding, name: str | None, at: int, room: int) -> Markup:
+    return _article(finding, 2, name, at, room=room)
 
 
 def notebook(finding: Finding) -> str:
-    """The page in a frame, which keeps the styles of a notebook out; where frames are not shown, the text below it."""
-    frame = "display:block;width:100%;height:640px;border:1px solid #8886;border-radius:6px;resize:vertical"
-    plain_text = "all:initial;color:inherit;display:block;font:12px/1.4 monospace;white-space:pre;overflow-x:auto"
-    return (
-        f'<div class="nanhunt"><iframe sandbox="" title="{text(title(finding))}" style="{frame}" '
-        f'srcdoc="{html.escape(page(finding))}"></iframe>'
-        f"<details><summary>{text(title(finding))}</summary>"
-        f'<pre style="{plain_text}">{html.escape(str(finding))}</pre></details></div>'
-    )
-
-
-def _document(heading: str, body: Markup) -> str:
-    style = (pkgutil.get_data(__package__, "page.css") or b"").decode("utf-8")
-    digest = base64.b64encode(hashlib.sha256(style.encode("utf-8")).digest()).decode("ascii")
-    policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
-    head = (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="color-scheme" content="light dark">\n'
-        '<meta name="referrer" content="no-referrer">\n'
-    )
-    head += f"{words('title', elide(heading, 160))}\n<style>{style}</style>\n</head>\n"
-    return f"{head}<body>\n{body}\n</body>\n</html>\n"
+    """The page in a frame of a notebook."""
+    return frame(title(finding), page(finding), str(finding))
 
 
 def _verdict(finding: Finding) -> str:
     said = title(finding)
     return said[:1].upper() + said[1:] if finding.module is None else said
-
-
-def _size(part: str) -> int:
-    return len(part.encode("utf-8", "backslashreplace"))
 
 
 def _article(finding: Finding, level: int, name: str | None, at: int = 1, *, room: int) -> Markup:
@@ -126,19 +88,7 @@ def _article(finding: Finding, level: int, name: str | None, at: int = 1, *, roo
         ("Every number", None, join(numbers(finding, rows), counts(finding, rows)) if rows else None),
         ("Context", None, _context(finding)),
     )
-    told = [_top(finding, level, name)]
-    room -= _size(told[0])
-    left_out = []
-    for heading, how, inside in sections:
-        if inside is None:
-            continue
-        note = words("p", how, class_="how") if how else None
-        section = tag("section", words(f"h{level + 1}", heading), note, inside)
-        if _size(section) > room:
-            left_out.append(f"{heading!r}, for want of room")
-            continue
-        room -= _size(section)
-        told.append(section)
+    told, left_out = fitting(_top(finding, level, name), sections, level + 1, room)
     for more, what in (
         (len(finding.tensors) - len(rows), "tensors"),
         (len(finding.trail) - len(calls), "earlier calls"),
@@ -164,7 +114,7 @@ def _top(finding: Finding, level: int, name: str | None) -> Markup:
         _source(f),
         _facts(f),
         words("p", f.why, class_="why") if f.why else None,
-        _advice(f, level),
+        advice(f.advice, level + 1),
         class_="top",
     )
 
@@ -221,17 +171,6 @@ def _lines(finding: Finding, hit: int) -> tuple[int, list[str]]:
             held = [len(line) - len(line.lstrip(" ")) for line in texts if line.strip()]
             return first, [line[min(held, default=0) :] for line in texts]
     return hit, [finding.source.strip()] if finding.source else []
-
-
-def _advice(finding: Finding, level: int) -> Markup | None:
-    if not finding.advice:
-        return None
-    return tag(
-        "div",
-        words(f"h{level + 1}", "What to do"),
-        tag("ol", *(tag("li", text(advice, 600)) for advice in finding.advice[:_ADVICE])),
-        class_="advice",
-    )
 
 
 # -- the rest ------------------------------------------------------------------------------------------------

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Callable
-
 from ..finding import PICTURES, Finding
 from .lines import cells, clean, elide, head, wrap
+from .paint import Paint, painter
 from .table import Column, table
 from .words import bits, call_name, count, growth, hop, is_bad, known, notation, percent, place, plain, row_name, share
 
@@ -67,7 +64,7 @@ def title(finding: Finding) -> str:
 def page(finding: Finding, *, color: bool | None = None, width: int = 100) -> str:
     """The whole page, at most 60 lines and `width` columns; `color` None asks the terminal."""
     width = max(width, 40)
-    paint = _paint if (_wants_color() if color is None else color) else _leave
+    paint = painter(color)
     place, way = _place(finding, width), _way(finding, width)
     if finding.line and finding.source:
         place[1] = paint("cyan", place[1])
@@ -179,7 +176,7 @@ def _trail(finding: Finding, width: int, most: int) -> list[str]:
     return lines if not (lines and more) else [*lines, f"(and {more} earlier)"]
 
 
-def _tensors(finding: Finding, width: int, paint: Callable[[str, str], str]) -> list[str]:
+def _tensors(finding: Finding, width: int, paint: Paint) -> list[str]:
     # What is bad comes first only where not all can be shown; else the order of the record is kept.
     rows = list(finding.tensors)
     if len(rows) > _ROWS:
@@ -221,26 +218,3 @@ def _tensors(finding: Finding, width: int, paint: Callable[[str, str], str]) -> 
     ]
     more = len(finding.tensors) - len(rows)
     return lines if not more else [*lines, f"(and {more} more in the record)"]
-
-
-# -- paint ---------------------------------------------------------------------------------------------------
-
-
-def _wants_color() -> bool:
-    """https://no-color.org and https://force-color.org, then whether anyone is looking."""
-    if os.environ.get("NO_COLOR"):
-        return False
-    if os.environ.get("FORCE_COLOR"):
-        return True
-    return os.environ.get("TERM") != "dumb" and bool(getattr(sys.stdout, "isatty", bool)())
-
-
-_CODES = {"bold": "1", "red": "31", "cyan": "36"}
-
-
-def _paint(style: str, line: str) -> str:
-    return f"\x1b[{_CODES[style]}m{line}\x1b[0m"
-
-
-def _leave(style: str, line: str) -> str:
-    return line
