@@ -18,7 +18,7 @@ from .program import CannotRun, Program
 FOUND, USAGE = 1, 2
 
 # The words that are commands: each has a file in commands/, loaded when the word is used.
-COMMANDS = ("demo", "log", "show")
+COMMANDS = ("audit", "compare", "demo", "log", "profile", "show")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

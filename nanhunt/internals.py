@@ -89,6 +89,17 @@ def foreign_modes(ours: int = 0) -> bool:
 
 
 @contextlib.contextmanager
+def op_by_op() -> Iterator[None]:
+    """Keep nn.TransformerEncoder from its one fused op: under a mode it loses autocast and dies (torch 2.13)."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+@contextlib.contextmanager
 def unseen_by_modes() -> Iterator[None]:
     """Dispatch and function modes do not see what is done inside."""
     aside = getattr(_python_dispatch, "_disable_current_modes", contextlib.nullcontext)

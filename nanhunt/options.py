@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from .errors import UsageError
 from .finding import Finding
@@ -40,6 +41,7 @@ class Options:
     only: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
     backward: bool = True
+    profile: bool = False
     defer: bool = False
 
     def looked_at(self, model: nn.Module) -> Callable[[str], bool]:
@@ -97,6 +99,8 @@ def checked(
     trained_with(asked["optimizer"], asked["scaler"])
     if not isinstance(asked.get("backward", True), bool):
         raise UsageError(f"backward={asked['backward']!r}: give True, or False to look at forward alone")
+    if not isinstance(asked.get("profile", False), bool):
+        raise UsageError(f"profile={asked['profile']!r}: give True to have the ranges of all modules in watch.profile")
     only, skip, allow = _words("only", only), _words("skip", skip), _words("allow", allow)
     if asked["detail"] == "op" and (only or skip or not asked.get("backward", True)):
         raise UsageError('detail="op" follows every value from its birth: leave only=, skip= and backward= out')
@@ -109,6 +113,15 @@ def trained_with(optimizer: Any, scaler: Any) -> None:
         raise UsageError(f"optimizer is a {type(optimizer).__name__}: pass a torch.optim.Optimizer, or leave it out")
     if scaler is not None and not hasattr(scaler, "get_scale"):
         raise UsageError(f"scaler is a {type(scaler).__name__}: pass a torch.amp.GradScaler, or leave it out")
+
+
+def made(model: nn.Module) -> None:
+    """Refuse a model with lazy parameters or buffers, which its first call makes: nobody can put them back."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    lazy = [name for name, tensor in named if is_lazy(tensor)]
+    if lazy:
+        some = ", ".join(lazy[:3]) + (", ..." if len(lazy) > 3 else "")
+        raise UsageError(f"{some} are lazy and not made yet: call the model once, as model(batch), before")
 
 
 def _words(name: str, value: Any) -> tuple[str, ...]:

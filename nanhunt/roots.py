@@ -38,7 +38,7 @@ _COMPILED = (
 )
 
 # What may be asked for: the options of `watch` that do not belong to one model.
-_OF_ONE = ("optimizer", "scaler", "only", "skip", "monitor")
+_OF_ONE = ("optimizer", "scaler", "only", "skip", "monitor", "profile")
 _DEFAULTS = {
     name: option.default
     for name, option in inspect.signature(watch).parameters.items()

@@ -29,6 +29,8 @@ from .verdict import Origin
 if TYPE_CHECKING:
     from .monitoring import Monitor
     from .oplevel import OpLevel
+    from .profiler import Profiler
+    from .profiles import Profile
 
 
 _active: list[Watch] = []
@@ -88,6 +90,17 @@ class Watch:
         self._observer.partial = bool(options.only or options.skip)
         if self._observer.partial:
             self._observer.blind.add("modules left out by only= or skip=: a value may come from one of them")
+        self._profiler: Profiler | None = None
+        if options.profile:
+            from .profiler import Profiler
+
+            self._profiler = Profiler(
+                model,
+                wanted=options.looked_at(model),
+                every=options.every,
+                backward=options.backward,
+                failed=self._failed,
+            )
         self._attach()
 
     def _trace(self, names: Names) -> None:
@@ -131,11 +144,18 @@ class Watch:
         self._guarded(self._observer.drain)
         return self._observer.ranges()
 
+    @property
+    def profile(self) -> Profile | None:
+        """Where the numbers of the steps so far lay; None without `profile=True`. While steps run, it is read anew."""
+        return self._profiler.record() if self._profiler is not None else None
+
     # --- life -------------------------------------------------------------------------------------
 
     def _attach(self) -> None:
         self._attachment = hooks.Attachment(self, self._observer)
         self._observer.attach(self._attachment)
+        if self._profiler is not None:
+            self._profiler.open()
         _active.append(self)
         if self._stance is None:
             self._observer.regions.view.open()
@@ -182,6 +202,8 @@ class Watch:
             self.errors += [RuntimeError(text) for text in self._ops.all_failures()]
         with internals.unseen_by_modes() if internals.foreign_modes() else nullcontext():
             self._attachment.remove()
+        if self._profiler is not None:
+            self._guarded_close(self._profiler)
         self._observer.forget()
         self._judge.state.forget()
         self._scene.optimizer = self._optimizer = None
@@ -207,6 +229,12 @@ class Watch:
                 NonFiniteWarning,
                 stacklevel=2,
             )
+
+    def _guarded_close(self, profiler: Profiler) -> None:
+        try:
+            profiler.close()
+        except Exception as failure:  # a device that has died
+            self._failed(failure)
 
     # --- for hunt ---------------------------------------------------------------------------------
 
@@ -327,6 +355,8 @@ class Watch:
         self._observer.new_step()
         if self._ops is not None:
             self._ops.tracer.end_step()
+        if self._profiler is not None:
+            self._profiler.end_step()
         self.step += 1
         self._scene.step = self.step
         self._select()
@@ -340,6 +370,8 @@ class Watch:
             self._hook_parameters()
             self._judge.fresh = True
         self._observer.on = on
+        if self._profiler is not None:
+            self._profiler.look(on)
         self._observer.regions.view.look(on)
         if self._ops is not None and not self._observer.hidden:
             self._follow()

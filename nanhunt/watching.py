@@ -25,7 +25,7 @@ class Nothing(Watch):
 
     def __init__(self, model: nn.Module, options: Options) -> None:
         self._model, self._hits = weakref.ref(model), Hits(options, list)
-        self.errors, self.step = [], 0
+        self.errors, self.step, self._profiler = [], 0, None
 
     def __enter__(self) -> Watch:
         return self
@@ -63,6 +63,7 @@ def watch(
     backward: bool = True,
     compiled: str = "error",
     monitor: Any = False,
+    profile: bool = False,
     _defer: bool = False,
 ) -> Watch:
     """Watch every module of `model`, forward and backward, and name what makes the first NaN or Inf.
@@ -93,6 +94,8 @@ def watch(
             always runs it eagerly.
         monitor: True, a file for the record, or a dict with options of `nanhunt.Monitor`: also record every step in
             a few numbers, and what they say of the run. It is the watch's `monitor`.
+        profile: True to count where all numbers of the watched steps lie, for `Watch.profile`; see
+            `nanhunt.profile`, also for what it costs. `every` and `steps` say which steps.
 
     Raises:
         UsageError: for something that is not a module, an option that does not exist, a model that was compiled
@@ -115,6 +118,7 @@ def watch(
         skip=skip,
         backward=backward,
         compiled=compiled,
+        profile=profile,
         defer=_defer,
     )
     recorded = None if monitor is False else options_of(monitor)
