@@ -41,6 +41,7 @@ class Options:
     skip: tuple[str, ...] = ()
     backward: bool = True
     defer: bool = False
+    ranks: bool = True  # tell other ranks, and hear of them
 
     def looked_at(self, model: nn.Module) -> Callable[[str], bool]:
         """Which modules are looked at, by path. A pattern takes a module with all that is inside it.

@@ -21,6 +21,7 @@ report.lines
 report.table
 finding
 outline
+consensus
 report.words
 report.text
 report.markup
@@ -29,6 +30,7 @@ report.ruler
 report.trail
 report.tree
 report.numbers
+report.ranks
 report.html
 verdict
 evidence
@@ -82,8 +84,11 @@ scaling
 state
 judge
 regions
+collectives
 observer
 scene
+tidings
+among
 watcher
 watching
 away

@@ -12,12 +12,17 @@ from ..errors import UsageError
 
 if TYPE_CHECKING:
     from ..finding import Finding
+    from ..report.ranks import Attempt
 
 _ABOUT = """\
 Prints findings that were saved with Finding.to_json() or by a run under nanhunt: a file holds one, a list of
-them, or one on each line.
+them, or one on each line. The files of several ranks (finding.rank3.json) give one verdict: which rank was
+first, by step and phase and not by clocks, and who was handed it; also when some are missing or torn.
 """
-_CODES = "exit code: 0 when no file holds a fault, 1 when one does, 2 when a file cannot be read."
+_CODES = """\
+exit code: 0 when no file holds a fault, 1 when one does, 2 when a file cannot be read (of several ranks:
+when none of those that can be read holds a fault).
+"""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -52,27 +57,27 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         UsageError: when a file cannot be read or written, with the reason.
     """
-    from ..report.files import in_folder, read_findings, write_whole
+    from ..report import ranks
+    from ..report.files import in_folder, write_whole
 
     files = [file for name in options.files for file in (in_folder(name) if os.path.isdir(name) else [name])]
-    read: list[tuple[str, Finding]] = []
-    for name in files:
-        try:
-            read += [(name, finding) for finding in read_findings(name)]
-        except OSError as error:
-            raise UsageError(f"cannot read {name!r}: {error.strerror or error}") from None
+    told, torn = _read_all(files)
+    tried = ranks.attempts(told)
+    if torn and not tried:
+        raise torn[0][1]
+    for _, error in torn if tried and not options.html else ():
+        print(f"nanhunt: left out: {error}", file=sys.stderr)
+    read = [(name, finding) for name, findings in told for finding in findings]
     out = options.output
     if options.html:
-        from ..report.html import pages
-
-        text = pages([finding for _, finding in read])
         if out is None and files[0] == "-":
             raise UsageError("a page of what is read from standard input needs a name: add -o OUT")
         out = out or os.path.splitext(files[0])[0] + ".html"
+        text = _page(read, tried, [str(error) for _, error in torn])
     elif options.json:
         text = json.dumps([finding.to_dict() for _, finding in read], indent=2, allow_nan=False) + "\n"
     else:
-        text = _texts(files, read)
+        text = _verdict(tried) if tried else _texts(files, read)
     if out is None:
         try:
             print(text, end="", flush=True)
@@ -88,7 +93,55 @@ def run(options: argparse.Namespace) -> int:
             print(f"written to {write_whole(out, text)}")
         except OSError as error:
             raise UsageError(f"cannot write {out!r}: {error.strerror or error}") from None
-    return 1 if any(finding.handled is None for _, finding in read) else 0
+    if any(finding.handled is None for _, finding in read):
+        return 1
+    return 2 if torn else 0
+
+
+def _read_all(files: list[str]) -> tuple[list[tuple[str, list[Finding]]], list[tuple[str, UsageError]]]:
+    """The findings of each file that can be read, and why the others cannot."""
+    from ..report.files import read_findings
+
+    told: list[tuple[str, list[Finding]]] = []
+    torn: list[tuple[str, UsageError]] = []
+    for name in files:
+        try:
+            told.append((name, read_findings(name)))
+        except OSError as error:
+            torn.append((name, UsageError(f"cannot read {name!r}: {error.strerror or error}")))
+        except UsageError as error:
+            torn.append((name, error))
+    return told, torn
+
+
+def _page(read: list[tuple[str, Finding]], tried: list[Attempt], torn: list[str]) -> str:
+    from ..report import html, ranks
+
+    if not tried:
+        return html.pages([finding for _, finding in read])
+    first = ranks.chosen(tried)
+    return html.of_ranks(first.consensus, notes=[*_other_attempts(tried, first), *torn])
+
+
+def _verdict(tried: list[Attempt]) -> str:
+    """The one verdict over several ranks, and all of them in a picture."""
+    from ..report import ranks
+    from ..report.text import page
+
+    first = ranks.chosen(tried)
+    verdict = first.consensus.verdict
+    said = [page(verdict)] if verdict is not None else ["no rank has a fault"]
+    return "\n\n".join([*said, ranks.text(first.consensus), *_other_attempts(tried, first)]) + "\n"
+
+
+def _other_attempts(tried: list[Attempt], first: Attempt) -> list[str]:
+    """Of a job that an elastic launcher has started several times: what the other starts have found."""
+    lines = []
+    for one in tried if len(tried) > 1 else ():
+        verdict = one.consensus.verdict
+        what = verdict.title() if verdict is not None else "no fault"
+        lines.append(f"start {one.restart + 1} of the job{' (above)' if one is first else ''}: {what}")
+    return lines
 
 
 def _texts(files: list[str], read: list[tuple[str, Finding]]) -> str:
