@@ -40,6 +40,11 @@ def newest_node() -> int:
     return _next_node() - 1
 
 
+def sharded(tensor: torch.Tensor) -> bool:
+    """True for a DTensor: what stands in it may be the work of all ranks."""
+    return hasattr(tensor, "_local_tensor")
+
+
 def number_of(node: Any) -> int:
     """The number which `node` was given when its forward op ran; -1 where torch does not tell."""
     number = getattr(node, "_sequence_nr", None)

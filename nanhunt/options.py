@@ -43,6 +43,7 @@ class Options:
     backward: bool = True
     profile: bool = False
     defer: bool = False
+    ranks: bool = True  # tell other ranks, and hear of them
 
     def looked_at(self, model: nn.Module) -> Callable[[str], bool]:
         """Which modules are looked at, by path. A pattern takes a module with all that is inside it.

@@ -27,6 +27,10 @@ class Nothing(Watch):
         self._model, self._hits = weakref.ref(model), Hits(options, list)
         self.errors, self.step, self._profiler = [], 0, None
 
+    @property
+    def finding(self) -> None:
+        return None
+
     def __enter__(self) -> Watch:
         return self
 
@@ -65,6 +69,7 @@ def watch(
     monitor: Any = False,
     profile: bool = False,
     _defer: bool = False,
+    _ranks: bool = True,
 ) -> Watch:
     """Watch every module of `model`, forward and backward, and name what makes the first NaN or Inf.
 
@@ -75,7 +80,9 @@ def watch(
         model: the module that is trained or served; wrappers (DDP, FSDP) may be on it.
         optimizer, scaler: a `torch.optim.Optimizer` and a `torch.amp.GradScaler`; found as they are
             used when not given.
-        on_hit: `"raise"` (`NonFiniteError`), `"warn"`, `"record"`, or a callable that gets the `Finding`.
+        on_hit: `"raise"` (`NonFiniteError`), `"warn"`, `"record"`, or a callable that gets the `Finding`. Of several
+            ranks that train together, all raise when one does, with its finding; so are all callables called
+            when one has raised. With `"warn"` and `"record"` all go on.
         stop: `"confirmed"` waits, within the step, until the bad value has reached the model's output,
             the loss, a gradient, a parameter, a buffer or the optimizer's state; `"first"` stops at the birth.
         detail: `"module"`, `"op"` or `"auto"`.
@@ -120,6 +127,7 @@ def watch(
         compiled=compiled,
         profile=profile,
         defer=_defer,
+        ranks=_ranks,
     )
     recorded = None if monitor is False else options_of(monitor)
     if not enabled():

@@ -25,6 +25,7 @@ report.table
 finding
 remarks
 outline
+consensus
 report.words
 report.text
 report.markup
@@ -34,6 +35,7 @@ report.trail
 report.tree
 report.numbers
 report.sheet
+report.ranks
 report.html
 steps
 course
@@ -112,6 +114,7 @@ compiled
 options
 hits
 literals
+wires
 hooks
 readback
 gradients
@@ -149,8 +152,11 @@ scaling
 state
 judge
 regions
+collectives
 observer
 scene
+tidings
+among
 watcher
 watching
 away
