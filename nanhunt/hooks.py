@@ -129,7 +129,7 @@ class Attachment:
         _unwrap(self._listener)
         self._listener = None
         if self._collectives is not None:
-            _unwrap_collectives(self._collectives)
+            wires.unwrap(self._collectives)
             self._collectives = None
         self.drop_leaves()
         self.calls.remove()
