@@ -70,6 +70,8 @@ def meanings(text: str, tokens: list[re.Match[str]]) -> tuple[list[Meaning | Non
             what = _leading(text, token)
         elif _TRAIN.search(before) and _TRAIN_AFTER.match(text, token.end()):
             what = Meaning("epoch")
+        elif at == 0 and bare == "[" and after.startswith("]\t"):
+            what = Meaning("step", 9)  # [12]	train-logloss:0.31
         elif bare == "][" and _PLACED.search(text[: token.start()]) and after.startswith("] "):
             what = Meaning("step", 9)
         else:
@@ -108,7 +110,7 @@ def _named(before: str) -> Meaning | None:
         return meaning(quoted[2], True)
     if rest.endswith(("'", '"', "`")):
         rest = rest[:-1]
-    rest = _CLOSED.sub("", rest).rstrip()
+    rest = _CLOSED.sub("", rest).replace("'s ", " ").rstrip()
     key = _KEY.search(rest.rpartition("(")[2] if "(" in rest else rest)
     words = [word for word in key[0].split() if any(map(str.isalnum, word))] if key else []
     if sure and before.endswith(":") and key and rest[: key.start()].endswith(":") and not key[0].startswith(" "):
