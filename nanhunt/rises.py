@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections import deque
 from dataclasses import dataclass
 from statistics import median
@@ -13,6 +14,8 @@ from .steps import Step
 
 _SIGMAS = 6.0  # above the level: normal noise does that once in a billion records
 _SETTLED = 60  # records above a level after which that is the level
+# What is made large in place of the loss, which then is no measure of success: it follows the policy up and down.
+_REWARD = re.compile(r"\breward(?!s/(?:chosen|rejected|margins|accuracies))|\b(?:episode_|ep_)?(?:rew|return)\b|_reward", re.I)
 _BLOCK = 16  # records whose median stands for them where slow growth is looked for
 
 
@@ -51,11 +54,14 @@ class Rises:
         self._best = math.inf
         self._best_noise = 0.0
         self._slow: list[Step] = []
+        self._rewarded = False
 
     def see(self, step: Step) -> Rise | None:
         """A record whose loss is finite."""
         loss = step.loss
         assert loss is not None
+        if not self._rewarded and any(_REWARD.search(name) for name in step.metrics):
+            self._rewarded = True
         high = self._is_above(loss)
         norm = step.grad_norm
         norm_high = False
@@ -211,7 +217,7 @@ class Rises:
             return self._rise("growth", sure=rise > 3 * unit)
         if count >= 4 and self._norms_grow() and rise > max(0.5 * unit, 8 * noise) and rise >= 1.2 * early:
             return self._rise("growth", sure=True)
-        if count >= 25:
+        if count >= 25 and not self._rewarded:
             late, start = median(losses[-8:]) - self.loss.middle, median(losses[2:10]) - self.loss.middle
             stays = late >= 0.9 * start and late >= 0.8 * self._gained()
             if late > max(0.5 * unit, 8 * noise) and stays and not self._norms_fell():
@@ -289,7 +295,7 @@ class Rises:
         gained = max(self.loss.first - self._best, 0.0)
         much = max(abs(self._best), gained, 8 * self._best_noise)
         steady = all(b > a for a, b in itertools.pairwise(last))
-        if not (steady and rise > much) or self._norms_fell():
+        if self._rewarded or not (steady and rise > much) or self._norms_fell():
             return None
         limit = self._best + max(3 * self._best_noise, 0.1 * rise)
         at = len(self._blocks) - 1

@@ -58,7 +58,7 @@ _EVALUATED = set(  # metrics that are measured on a validation set, whatever the
 )
 _SCORES = set(
     "acc accuracy acc1 acc5 top1 top5 acc@1 acc@5 prec@1 prec@5 ap iou f1 em recall precision ppl perplexity score mcc"
-    " pearson spearman r2 mae rmse bpc bpb error err top hella kappa specificity sensitivity fitness reward".split()
+    " pearson spearman r2 mae rmse bpc bpb error err top hella kappa specificity sensitivity fitness".split()
 )
 _NOISE = set(
     "time eta mem memory speed sec secs second seconds runtime throughput samples sample tokens tok flops tflops mfu"
@@ -179,7 +179,7 @@ def _loss(key: str, words: list[str], bag: set[str], plain: str) -> Meaning | No
 def _score(key: str, words: list[str], bag: set[str], plain: str, sure: bool) -> Meaning | None:
     if bag & (_NOISE - {"error", "rate"}) or (not sure and len(words) > 3):
         return None
-    if bag & _EVALUATED or ("metrics" in bag and bag & _SCORES):
+    if bag & _EVALUATED or (sure and bag & {"reward", "rewards", "return", "rew"}) or ("metrics" in bag and bag & _SCORES):
         return Meaning("metric", 0, key)
     if bag & _SCORES:
         return Meaning("score", 0, key)
