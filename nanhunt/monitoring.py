@@ -28,7 +28,7 @@ from .pace import Pace
 from .record import OnSymptom, Record
 from .scales import Window, window
 from .steps import Step, Symptom
-from .terms import checked, logged, number, sharded
+from .terms import checked, logged, measured, numbered, sharded
 
 if TYPE_CHECKING:
     from .followup import FollowUp
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _BEHIND = 2  # steps whose numbers may still be on their way from a device
 _WATCHED = 3  # steps that the full watch looks at after an anomaly
 _ERRORS = 100
-_LOCAL = "parameters are sharded: norms, shares and counts are of this rank's part"
+_LOCAL = "Parameters are sharded: norms, shares and counts are of this rank's part"
 
 
 class Monitor:
@@ -179,8 +179,16 @@ class Monitor:
             text for text in (made.scale, f"{found}." if found is not None and found.matters else None) if text
         ]
         return dataclasses.replace(
-            made, scale=" ".join(sentences) or None, remarks=(*made.remarks, *(f"{text}." for text in self._said))
+            made, scale=" ".join(sentences) or None, remarks=(*made.remarks, *(f"{text}." for text in self._remarks()))
         )
+
+    def _remarks(self) -> list[str]:
+        said = list(self._said)
+        if self.held:
+            some = ", ".join(map(str, self.held[:4])) + (" ..." if self.held[4:] else "")
+            said.append(f"Held back: the update of step {some}; the weights are as the step before left them")
+        said += [f"Followed up at step {found.step}: {found.title()}" for found in self.findings[:3]]
+        return said
 
     def __str__(self) -> str:
         return str(self.course())
@@ -234,18 +242,21 @@ class Monitor:
             loss, grad_norm, lr, loss_scale, skipped: instead of what was seen.
             batch: what is known of the batch, such as an index or a hash.
             note: a few words.
-            metrics, more: validation metrics by name.
+            metrics, more: validation metrics by name; None is one that was not measured.
 
         Raises:
             UsageError: for something that is no number.
         """
         fields = logged(loss=loss, grad_norm=grad_norm, loss_scale=loss_scale, lr=lr, skipped=skipped, batch=batch)
-        measured = {str(name): number(name, value) for name, value in {**(metrics or {}), **more}.items()}
+        own, told = numbered(step), measured(metrics, more)
+        if note is not None:
+            note = str(note)
         if self._pace is None and not enabled():
             return
         if self._ended:
             raise UsageError("this monitor was removed: make a new one with nanhunt.Monitor(model)")
-        self._guarded(self._logged, step, fields, measured, note)
+        if fields or told or note is not None or own is not None:
+            self._guarded(self._logged, own, fields, told, note)
 
     def _logged(self, step: int | None, fields: dict[str, Any], metrics: dict[str, float], note: str | None) -> None:
         draft = self._pace.draft if self._pace is not None else None
@@ -396,7 +407,10 @@ class Monitor:
             if not followup.findings:
                 followup.open(pace.next(), spoiled=spoiled)
                 if spoiled:
-                    self._say("the weights were already bad when the anomaly showed: only the past could tell")
+                    self._say(
+                        "The weights were already bad when the anomaly showed: only the past could tell what spoiled "
+                        "them (with hold=True they stay good)"
+                    )
 
     def done(self, draft: Draft) -> None:
         """Nothing more will be added to this draft."""

@@ -117,9 +117,8 @@ class ScaleCourse:
     def sentence(self) -> str | None:
         """What the scale did, in words; None where there is none."""
         if self.first is None or self.now is None:
-            return (
-                None if not self.skipped else f"{self.skipped} steps were skipped; the loss scale itself is not told."
-            )
+            many = "1 step was" if self.skipped == 1 else f"{self.skipped} steps were"
+            return f"{many} skipped; no loss scale is told." if self.skipped else None
         if not self.skipped and self.first == self.now == self.most:
             flat = f"The loss scale stood at {fmt(self.now)} throughout, and no step was skipped"
             return flat + (": nothing is scaled." if self.now == 1.0 else ".")
@@ -127,7 +126,7 @@ class ScaleCourse:
         if {self.least, self.most} - {self.first, self.now}:
             said += f" (between {fmt(self.least)} and {fmt(self.most)})"
         if not self.skipped:
-            return said + " without a skipped step."
+            return said + " without a skipped step, as it should."
         said += f"; {self.skipped} {'step was' if self.skipped == 1 else 'steps were'} skipped"
         if self.calibration:
             said += f", {self.calibration} of them at the start, while the scale was being found"
@@ -136,6 +135,8 @@ class ScaleCourse:
             if self.by_name:
                 worst = max(self.by_name, key=lambda name: self.by_name[name])
                 said += f", first in {worst}"
+        elif self.skipped < max(self.records / 50, 3) + self.calibration:
+            said += ": now and then is as it should be, that is how the largest scale is found"
         return said + "."
 
     def _know(self, scale: float) -> None:

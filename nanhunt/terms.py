@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -67,6 +68,28 @@ def number(name: str, value: Any) -> float:
         raise UsageError(
             f"log({name}=...) takes a number or a tensor of one number, got {type(value).__name__}"
         ) from None
+
+
+def numbered(step: Any) -> int | None:
+    """The step's number as it was handed to `Monitor.log`, or a `UsageError`."""
+    if step is None:
+        return None
+    value = number("step", step)
+    if not math.isfinite(value) or value != int(value):
+        raise UsageError(f"log(step={step!r}): give the number of the step, a whole one")
+    return int(value)
+
+
+def measured(metrics: Any, more: Mapping[str, Any]) -> dict[str, float]:
+    """Metrics by name; those that are None were not measured.
+
+    Raises:
+        UsageError: for something that is no number.
+    """
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise UsageError(f"log(metrics=...) takes a dict of numbers by name, got {type(metrics).__name__}")
+    known = {**(metrics or {}), **more}
+    return {str(name): number(str(name), value) for name, value in known.items() if value is not None}
 
 
 def logged(*, lr: Any, skipped: Any, batch: Any, **numbers: Any) -> dict[str, Any]:
