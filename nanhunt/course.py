@@ -129,7 +129,7 @@ class Course:
                 name: Curve(**{key: tuple(map(number, points)) for key, points in curve.items()})
                 for name, curve in values.get("curves", {}).items()
             }
-            values["marks"] = tuple((at, text) for at, text in values.get("marks", ()))
+            values["marks"] = tuple((number(at), text) for at, text in values.get("marks", ()))
             for name in ("steps", "remarks", "unknown"):
                 values[name] = tuple(values.get(name, ()))
             fits(cls, {**values, "marks": ()})

@@ -191,6 +191,13 @@ class Rises:
         norms = self._norms_above()
         return self._norm_level is not None and len(norms) >= 5 and median(norms) < 0.2 * self._norm_level
 
+    def _lives(self, late: float, count: int) -> bool:
+        """The gradient is smaller than it was and has not gone, and the loss stands above where chance had left it."""
+        norms, first = self._norms_above(), self.loss.first
+        assert self._norm_level is not None
+        worse = self.loss.middle + late > first + max(0.05 * abs(first), 3 * self.loss.noise)
+        return worse and count >= _SETTLED - 10 and median(norms[-8:]) > 0.02 * self._norm_level
+
     def _damaged(self, losses: list[float]) -> bool:
         """After a leap far beyond where training began, the loss stays up though the gradient is no larger than before.
 
@@ -220,7 +227,7 @@ class Rises:
         if count >= 25 and not self._rewarded:
             late, start = median(losses[-8:]) - self.loss.middle, median(losses[2:10]) - self.loss.middle
             stays = late >= 0.9 * start and late >= 0.8 * self._gained()
-            if late > max(0.5 * unit, 8 * noise) and stays and not self._norms_fell():
+            if late > max(0.5 * unit, 8 * noise) and stays and (not self._norms_fell() or self._lives(late, count)):
                 return self._rise("level", sure=self.loss.middle + late > self.loss.first)
         if count >= 15 and self._damaged(losses):
             return self._rise("level", sure=True)
@@ -295,9 +302,12 @@ class Rises:
         gained = max(self.loss.first - self._best, 0.0)
         much = max(abs(self._best), gained, 8 * self._best_noise)
         steady = all(b > a for a, b in itertools.pairwise(last))
-        if self._rewarded or not (steady and rise > much) or self._norms_fell():
+        # One leap, some blocks ago, is not slow: whether it is a rise at all was judged when it came.
+        leapt = max(b - a for a, b in itertools.pairwise(self._blocks[:-3])) > 0.6 * rise
+        if self._rewarded or leapt or not (steady and rise > much) or self._norms_fell():
             return None
-        limit = self._best + max(3 * self._best_noise, 0.1 * rise)
+        # A tenth of the rise says where slow growth began; of an explosion that is long after it.
+        limit = self._best + max(3 * self._best_noise, min(0.1 * rise, 0.05 * max(abs(self._best), gained)))
         at = len(self._blocks) - 1
         while at > 1 and self._blocks[at - 1] > limit:
             at -= 1
