@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from statistics import median
 
 from .counsel import ADVICE
-from .levels import noise
+from .levels import median, noise
 from .numerics import fmt
 from .steps import Step, Symptom
 
@@ -42,7 +41,9 @@ class Headway:
         if step.loss is not None and math.isfinite(step.loss):
             self._take(step.loss)
         if step.lr:
-            self.lr_most = max(self.lr_most, *(abs(lr) for lr in step.lr if math.isfinite(lr)), 0.0)
+            for lr in step.lr:
+                if self.lr_most < abs(lr) < math.inf:
+                    self.lr_most = abs(lr)
         if step.update_ratio is not None:
             self._ratios.append(step.update_ratio)
         self._state = step.state_dtypes or self._state

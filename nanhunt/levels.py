@@ -5,11 +5,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Sequence
-from statistics import median
+from collections.abc import Iterable, Sequence
 
 _NORMAL = 1.4826  # a median absolute deviation times this is the standard deviation of normal noise
 _NINTH = 1.2816  # deviations from the median to the ninth decile of normal noise
+
+
+def median(values: Iterable[float]) -> float:
+    """The middle of some values, at least one: that of `statistics`, in a third of its time."""
+    ordered = sorted(values)
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
 
 class Level:
@@ -62,6 +68,11 @@ class Level:
         """Forget the values; the first few stay."""
         self._values.clear()
         self._stale = 0
+
+    def stands(self) -> tuple[float, float, float]:
+        """`middle`, `noise` and `top`, at once."""
+        self._freshen()
+        return self._middle, self._noise, self._top
 
     def _freshen(self) -> None:
         if self._stale <= 0:

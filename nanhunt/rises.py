@@ -7,9 +7,8 @@ import math
 import re
 from collections import deque
 from dataclasses import dataclass
-from statistics import median
 
-from .levels import Level
+from .levels import Level, median
 from .steps import Step
 
 _SIGMAS = 6.0  # above the level: normal noise does that once in a billion records
@@ -60,13 +59,15 @@ class Rises:
         """A record whose loss is finite."""
         loss = step.loss
         assert loss is not None
-        if not self._rewarded and any(_REWARD.search(name) for name in step.metrics):
+        if step.metrics and not self._rewarded and any(_REWARD.search(name) for name in step.metrics):
             self._rewarded = True
         high = self._is_above(loss)
         norm = step.grad_norm
         norm_high = False
         if norm is not None and math.isfinite(norm):
-            norm_high = bool(self.norm) and norm > max(2 * self.norm.top, 2.5 * self.norm.middle)
+            if self.norm:
+                middle, _, top = self.norm.stands()
+                norm_high = norm > 2 * top and norm > 2.5 * middle
             self._norms_high = self._norms_high + 1 if norm_high else 0
             if self._norms_high > _SETTLED:  # that is where it stands now
                 self.norm.clear()
@@ -132,9 +133,9 @@ class Rises:
 
     def _at_the_start(self, step: Step) -> Rise | None:
         """Growth from the first record on, before there is any level to leave."""
-        self._opening.append(step)
+        if len(self._opening) <= 12:
+            self._opening.append(step)
         if len(self._opening) > 12:
-            self._opening = self._opening[:13]
             return None
         return self._short(4) if len(self._opening) >= 5 else None
 
@@ -173,9 +174,8 @@ class Rises:
     def _is_above(self, loss: float) -> bool:
         if not self.loss:
             return False
-        level = self.loss.middle
-        margin = max(_SIGMAS * self.loss.noise, 0.05 * abs(level), self.loss.top - level, 1e-9)
-        return loss > level + margin
+        level, spread, top = self.loss.stands()
+        return loss > level + max(_SIGMAS * spread, 0.05 * abs(level), top - level, 1e-9)
 
     def _norms_grew(self) -> bool:
         norms = self._norms_above()

@@ -83,8 +83,9 @@ class Step:
 
     def bad(self) -> tuple[str, ...]:
         """What of it is NaN or Inf, by name: of the loss, its parts, the gradient norm and the weights."""
-        found = [name for name in ("loss", "grad_norm") if _bad(getattr(self, name))]
-        found += [name for name, value in self.losses.items() if _bad(value)]
+        found = [name for name, value in (("loss", self.loss), ("grad_norm", self.grad_norm)) if _bad(value)]
+        if self.losses:
+            found += [name for name, value in self.losses.items() if _bad(value)]
         if self.bad_weights:
             found.append("weights")
         return tuple(found)

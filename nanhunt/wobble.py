@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from statistics import mean, median
+from statistics import mean
 
 from .counsel import ADVICE
-from .levels import noise
+from .levels import median, noise
 from .numerics import fmt
 from .steps import Step, Symptom
 
