@@ -30,6 +30,7 @@ class Level:
         self._values: deque[float] = deque(maxlen=size)
         self._least, self._stale = least, 0
         self._opening: list[float] = []
+        self._seen: list[float] = []  # the values that middle, noise and top are of
         self._middle = self._noise = self._top = math.nan
         self.count = 0
         self.first = math.nan
@@ -56,6 +57,8 @@ class Level:
     def noise(self) -> float:
         """Standard deviation about the trend, from medians."""
         self._freshen()
+        if self._noise != self._noise:  # it costs most, and not every level is asked for it
+            self._noise = noise(self._seen)
         return self._noise
 
     @property
@@ -69,16 +72,11 @@ class Level:
         self._values.clear()
         self._stale = 0
 
-    def stands(self) -> tuple[float, float, float]:
-        """`middle`, `noise` and `top`, at once."""
-        self._freshen()
-        return self._middle, self._noise, self._top
-
     def _freshen(self) -> None:
         if self._stale <= 0:
             values = list(self._values)
             self._middle = median(values[-max(len(values) // 4, 5) :])
-            self._noise = noise(values)
+            self._seen, self._noise = values, math.nan
             ordered = sorted(values[-max(len(values) // 2, 5) :])
             self._top = ordered[-1 - len(ordered) // 20]
             self._stale = min(len(values), 32) // 8  # a few values more change little

@@ -66,8 +66,7 @@ class Rises:
         norm_high = False
         if norm is not None and math.isfinite(norm):
             if self.norm:
-                middle, _, top = self.norm.stands()
-                norm_high = norm > 2 * top and norm > 2.5 * middle
+                norm_high = norm > 2 * self.norm.top and norm > 2.5 * self.norm.middle
             self._norms_high = self._norms_high + 1 if norm_high else 0
             if self._norms_high > _SETTLED:  # that is where it stands now
                 self.norm.clear()
@@ -174,8 +173,10 @@ class Rises:
     def _is_above(self, loss: float) -> bool:
         if not self.loss:
             return False
-        level, spread, top = self.loss.stands()
-        return loss > level + max(_SIGMAS * spread, 0.05 * abs(level), top - level, 1e-9)
+        level = self.loss.middle
+        if loss <= level + max(0.05 * abs(level), self.loss.top - level, 1e-9):
+            return False
+        return loss > level + _SIGMAS * self.loss.noise
 
     def _norms_grew(self) -> bool:
         norms = self._norms_above()
