@@ -14,7 +14,9 @@ from .steps import Step
 _SIGMAS = 6.0  # above the level: normal noise does that once in a billion records
 _SETTLED = 60  # records above a level after which that is the level
 # What is made large in place of the loss, which then is no measure of success: it follows the policy up and down.
-_REWARD = re.compile(r"\breward(?!s/(?:chosen|rejected|margins|accuracies))|\b(?:episode_|ep_)?(?:rew|return)\b|_reward", re.I)
+_REWARD = re.compile(
+    r"\breward(?!s/(?:chosen|rejected|margins|accuracies))|\b(?:episode_|ep_)?(?:rew|return)\b|_reward", re.I
+)
 _BLOCK = 16  # records whose median stands for them where slow growth is looked for
 
 

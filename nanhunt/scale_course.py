@@ -40,6 +40,7 @@ class ScaleCourse:
         self._good = 0  # records since the start that were applied
         self._run: list[Step] = []  # a few of the steps skipped in a row, the first of them at least
         self._length = self._quiet = 0
+        self._owed = 0  # steps counted as skipped, by which a later record's scale will be lower
         self._from: float | None = None
         self._last = Step(step=None)  # that was skipped
         self._applied: Step | None = None  # the last step that was
@@ -60,7 +61,9 @@ class ScaleCourse:
         if not over:
             # A log has one line in a hundred steps: what was skipped in between shows in the scale.
             if before is not None and scale is not None and scale < before:
-                self.skipped += round(math.log2(before) - math.log2(scale))
+                self.skipped += max(round(math.log2(before) - math.log2(scale)) - self._owed, 0)
+            if scale is not None:
+                self._owed = 0
             self._good += 1
             # In a log a line may stand between two skipped steps and say nothing of its own.
             self._quiet += 1
@@ -82,8 +85,11 @@ class ScaleCourse:
         if step.worst is not None and len(self.by_name) < 1000:
             self.by_name[step.worst] = self.by_name.get(step.worst, 0) + 1
         after = _known(step.loss_scale_after)
+        lowered = before is not None and scale is not None and scale < before
         if after is not None:
             self._know(after)
+        elif not lowered:
+            self._owed += 1
         bottom = scale is not None and scale <= 1.0
         # Between two lines of a log other messages may stand: their number alone says nothing of steps in a row.
         if bottom or self._length >= (_LONE if self._good >= 20 else _SEARCH):
@@ -135,7 +141,7 @@ class ScaleCourse:
             if self.by_name:
                 worst = max(self.by_name, key=lambda name: self.by_name[name])
                 said += f", first in {worst}"
-        elif self.skipped < max(self.records / 50, 3) + self.calibration:
+        elif self.records >= 100 and self.skipped - self.calibration < self.records / 50:
             said += ": now and then is as it should be, that is how the largest scale is found"
         return said + "."
 

@@ -193,7 +193,9 @@ def fits(cls: type, values: Mapping[str, Any]) -> None:
     kinds = _kinds(cls)
     for name, value in values.items():
         if not kinds[name](value):
-            raise UsageError(f"{name!r} of a {cls.__name__.lower()} is {str(value)[:40]!r}: nanhunt writes no such thing")
+            raise UsageError(
+                f"{name!r} of a {cls.__name__.lower()} is {str(value)[:40]!r}: nanhunt writes no such thing"
+            )
 
 
 @functools.cache
@@ -216,7 +218,8 @@ def _kind(annotation: str) -> Callable[[Any], bool]:
         return lambda value: isinstance(value, Mapping) and all(map(inner, value.values()))
     if annotation == "bool":
         return lambda value: isinstance(value, bool)
-    kind = {"str": str, "int": int, "float": (int, float)}.get(annotation)
+    plainly: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float)}
+    kind = plainly.get(annotation)
     if kind is None:  # another record, which was read already
         return lambda value: dataclasses.is_dataclass(value) and type(value).__name__ == annotation
     return lambda value: isinstance(value, kind) and not isinstance(value, bool)

@@ -558,3 +558,59 @@ def test_a_nan_that_has_passed_is_told_so() -> None:
     assert course.advice[0].startswith("Look at that batch")
     stays = _shape([2.0 - 0.01 * i if i < 30 else math.nan for i in range(60)])
     assert "finite again" not in (stays.course(source="run.log", format="live").cause or "")
+
+
+# --- records from elsewhere
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"source": 5},
+        {"steps": ["a", "b"], "records": "many"},
+        {"marks": [["here", 5]]},
+        {"remarks": [3]},
+        {"curves": {"loss": {"at": ["x"], "low": [1.0], "mid": [1.0], "high": [1.0], "bad": [0]}}},
+        {"curves": {"loss": None}},
+        {"scale": 7},
+        {"understood": [1]},
+    ],
+    ids=lambda wrong: ",".join(wrong),
+)
+def test_a_course_of_wrong_types_is_refused_when_it_is_read(wrong: dict[str, object]) -> None:
+    """Not later, in a page."""
+    data = json.loads(diagnosed(steps([2.0, 1.5, NAN, NAN])).to_json())
+    assert Course.from_dict(data).symptom == "nan_inf"
+    with pytest.raises(UsageError, match="course"):
+        Course.from_dict({**data, **wrong})
+    data["symptoms"][0]["advice"] = [1]
+    with pytest.raises(UsageError, match="symptom"):
+        Course.from_dict(data)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"loss": "high"}, {"metrics": {"acc": "x"}}, {"lr": ["a"]}, {"lr": 3}, {"step": 1.5}, {"losses": [1]}],
+    ids=str,
+)
+def test_a_step_of_wrong_types_is_refused_when_it_is_read(wrong: dict[str, object]) -> None:
+    """A torn or edited line of a record is left out, and does not stop the diagnosis of the rest."""
+    assert Step.from_dict({"step": 1, "loss": "nan", "lr": [0.1]}).bad() == ("loss",)
+    with pytest.raises(UsageError, match="step"):
+        Step.from_dict({"step": 1, **wrong})
+
+
+def test_what_the_scale_did_is_put_into_words() -> None:
+    """Growth, a step lost now and then, and a scale that falls are different things."""
+    grown = [2.0**10 * 2 ** (i // 100) for i in range(400)]
+    course = diagnosed(steps([2.0] * 400, norms=[1.0] * 400, scales=grown))
+    assert course.scale == "The loss scale went from 1 024 to 8 192 without a skipped step, as it should."
+    rare = Diagnosis()
+    for i in range(400):
+        lost = i in (100, 300)
+        scale = 2.0**16 if i <= 100 else 2.0**15
+        rare.see(Step(step=i, loss=2.0, grad_norm=INF if lost else 1.0, loss_scale=scale, skipped=lost))
+    rare.end()
+    assert rare.symptoms == [] and (rare.scale or "").endswith(
+        "2 steps were skipped: now and then is as it should be, that is how the largest scale is found."
+    )

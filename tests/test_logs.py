@@ -170,6 +170,11 @@ SAMPLES: dict[str, tuple[str, list[dict[str, Any]]]] = {
             for i in (1, 2, 3)
         ],
     ),
+    "a loss that is printed as it is": (
+        "tensor(0.5000, grad_fn=<NllLossBackward0>)\ntensor(4.1e+04, device='cuda:0', grad_fn=<MseLossBackward0>)\n"
+        "tensor(nan, device='cuda:0', grad_fn=<MseLossBackward0>)\n",
+        [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 41000.0}, {"step": 3, "loss": NAN}],
+    ),
     "a reward beside the loss": (
         "{'loss': 0.001, 'grad_norm': 0.5, 'reward': 1.5, 'reward_std': 0.25, 'kl': 0.01, 'epoch': 0.1}\n",
         [{"step": 1, "loss": 0.001, "grad_norm": 0.5, "metrics": {"reward": 1.5}}],

@@ -179,7 +179,11 @@ def _loss(key: str, words: list[str], bag: set[str], plain: str) -> Meaning | No
 def _score(key: str, words: list[str], bag: set[str], plain: str, sure: bool) -> Meaning | None:
     if bag & (_NOISE - {"error", "rate"}) or (not sure and len(words) > 3):
         return None
-    if bag & _EVALUATED or (sure and bag & {"reward", "rewards", "return", "rew"}) or ("metrics" in bag and bag & _SCORES):
+    if (
+        bag & _EVALUATED
+        or (sure and bag & {"reward", "rewards", "return", "rew"})
+        or ("metrics" in bag and bag & _SCORES)
+    ):
         return Meaning("metric", 0, key)
     if bag & _SCORES:
         return Meaning("score", 0, key)
