@@ -170,6 +170,13 @@ SAMPLES: dict[str, tuple[str, list[dict[str, Any]]]] = {
             for i in (1, 2, 3)
         ],
     ),
+    "wide signs, and Chinese words": (
+        "step：100，loss：2.5，学习率：0.001\n步数: 200, 训练损失: 2.25，验证损失：nan\n",  # noqa: RUF001
+        [
+            {"step": 100, "loss": 2.5, "lr": [0.001]},
+            {"step": 200, "loss": 2.25, "metrics": {"val loss": NAN}},
+        ],
+    ),
     "a loss that is printed as it is": (
         "tensor(0.5000, grad_fn=<NllLossBackward0>)\ntensor(4.1e+04, device='cuda:0', grad_fn=<MseLossBackward0>)\n"
         "tensor(nan, device='cuda:0', grad_fn=<MseLossBackward0>)\n",

@@ -16,6 +16,7 @@ from .entry import Entry
 from .objects import Objects, is_document, of_document, parsed
 from .shapes import Shapes, sample, telling
 from .source import Progress, Source
+from .spellings import plainly
 from .tables import Table, header, is_rule
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|\x1b[()][A-Z0-9]")
@@ -167,6 +168,8 @@ class Reader:
             if row is not None:
                 self._numbers = True
                 return self._entry(row, number, rank, self._table.dialect if self._table else "table")
+        if not text.isascii():
+            text = plainly(text)
         if "," in text and "." not in text:
             text = self._with_points(text)
         at = text.find('{"')
