@@ -28,7 +28,7 @@ from .pace import Pace
 from .record import OnSymptom, Record
 from .scales import Window, window
 from .steps import Step, Symptom
-from .terms import checked, logged, measured, numbered, sharded
+from .terms import SPOILED, checked, logged, measured, numbered, remarks, sharded
 
 if TYPE_CHECKING:
     from .followup import FollowUp
@@ -175,20 +175,12 @@ class Monitor:
         self._settle()
         made = self._record.course(self._name)
         found = self.scale_window()
-        sentences = [
-            text for text in (made.scale, f"{found}." if found is not None and found.matters else None) if text
-        ]
+        safe = f"{found}." if found is not None and found.matters else None
         return dataclasses.replace(
-            made, scale=" ".join(sentences) or None, remarks=(*made.remarks, *(f"{text}." for text in self._remarks()))
+            made,
+            scale=" ".join(filter(None, (made.scale, safe))) or None,
+            remarks=(*made.remarks, *remarks(self._said, self.held, self.findings)),
         )
-
-    def _remarks(self) -> list[str]:
-        said = list(self._said)
-        if self.held:
-            some = ", ".join(map(str, self.held[:4])) + (" ..." if self.held[4:] else "")
-            said.append(f"Held back: the update of step {some}; the weights are as the step before left them")
-        said += [f"Followed up at step {found.step}: {found.title()}" for found in self.findings[:3]]
-        return said
 
     def __str__(self) -> str:
         return str(self.course())
@@ -407,10 +399,7 @@ class Monitor:
             if not followup.findings:
                 followup.open(pace.next(), spoiled=spoiled)
                 if spoiled:
-                    self._say(
-                        "The weights were already bad when the anomaly showed: only the past could tell what spoiled "
-                        "them (with hold=True they stay good)"
-                    )
+                    self._say(SPOILED)
 
     def done(self, draft: Draft) -> None:
         """Nothing more will be added to this draft."""

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from .errors import UsageError
+from .finding import Finding
 from .options import trained_with
 from .record import ON_SYMPTOM
 
 OPTIONS = ("every", "sample", "log", "ring", "on_symptom", "hold", "hunt")  # of a monitor, by name
+SPOILED = (
+    "The weights were already bad when the anomaly showed: only the past could tell what spoiled them (with hold=True "
+    "they stay good)"
+)
 _SHARDED = {"FullyShardedDataParallel", "FSDPModule"}
 
 
@@ -106,6 +111,16 @@ def logged(*, lr: Any, skipped: Any, batch: Any, **numbers: Any) -> dict[str, An
     if batch is not None:
         fields["batch"] = str(batch)
     return fields
+
+
+def remarks(said: Sequence[str], held: Sequence[int], findings: Sequence[Finding]) -> list[str]:
+    """Sentences for the page: what was said on the way, what was held back, what following it up has found."""
+    made = list(said)
+    if held:
+        some = ", ".join(map(str, held[:4])) + (" ..." if held[4:] else "")
+        made.append(f"Held back: the update of step {some}; the weights are as the step before left them")
+    made += [f"Followed up at step {found.step}: {found.title()}" for found in findings[:3]]
+    return [f"{text}." for text in made]
 
 
 def options_of(asked: Any) -> dict[str, Any]:

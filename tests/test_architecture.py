@@ -53,8 +53,8 @@ causes
 coarse
 ranges
 headroom
-thinning
 levels
+thinning
 counsel
 headway
 rises
