@@ -221,7 +221,7 @@ def test_two_optimizers_with_backwards_of_their_own_are_two_steps() -> None:
 
 def test_backwards_whose_gradients_are_thrown_away_are_no_part_of_a_step() -> None:
     """A GAN's generator goes back through the discriminator, whose gradients are then dropped."""
-    maker, judge = nn.Linear(3, 8), _model()
+    maker, judge = nn.Linear(3, 6), _model()
     one, two = torch.optim.SGD(maker.parameters(), 0.1), torch.optim.SGD(judge.parameters(), 0.1)
     losses = []
     with Monitor(judge, two) as monitor:
