@@ -130,6 +130,7 @@ class Course:
                 for name, curve in values.get("curves", {}).items()
             }
             values["marks"] = tuple((number(at), text) for at, text in values.get("marks", ()))
+            values["spacing"] = number(values.get("spacing"))
             for name in ("steps", "remarks", "unknown"):
                 values[name] = tuple(values.get(name, ()))
             fits(cls, {**values, "marks": ()})

@@ -13,6 +13,7 @@ from .errors import UsageError
 
 # The identifiers of what can be wrong with a run; "none" is what a healthy one has.
 SYMPTOMS = ("loss_explosion", "vanishing_gradient", "nan_inf", "non_convergence", "metric_fluctuation")
+_TEXTS = {"worst", "batch", "autocast", "note"}  # a layer may be called "inf"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,11 +109,11 @@ class Step:
         known = {f.name for f in dataclasses.fields(cls)}
         if not isinstance(data, Mapping) or not set(data) <= known:
             raise UsageError("not a step that nanhunt wrote: it has unknown fields")
-        values = {name: number(value) for name, value in data.items()}
+        values = {name: value if name in _TEXTS else number(value) for name, value in data.items()}
         try:
             for name in ("lr", "dead", "dtypes", "state_dtypes"):
                 if name in values:
-                    values[name] = tuple(map(number, values[name]))
+                    values[name] = tuple(map(number, values[name]) if name == "lr" else values[name])
             for name in ("losses", "metrics"):
                 if name in values:
                     values[name] = {key: number(value) for key, value in values[name].items()}
