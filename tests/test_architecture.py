@@ -57,8 +57,8 @@ causes
 coarse
 ranges
 headroom
-thinning
 levels
+thinning
 counsel
 headway
 rises
