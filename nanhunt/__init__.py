@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from .auditing.front import audit as audit
+    from .control import compare as compare
     from .errors import NanhuntError as NanhuntError
     from .errors import NonFiniteError as NonFiniteError
     from .errors import NonFiniteWarning as NonFiniteWarning
@@ -17,8 +19,13 @@ if TYPE_CHECKING:
     from .finding import Finding as Finding
     from .finding import TensorStats as TensorStats
     from .hunter import hunt as hunt
+    from .likeness import Likeness as Likeness
     from .logs.reading import read_log as read_log
     from .monitoring import Monitor as Monitor
+    from .profiles import Profile as Profile
+    from .profiling import profile as profile
+    from .remarks import Remark as Remark
+    from .remarks import Remarks as Remarks
     from .replaying import Capsule as Capsule
     from .replaying import load_capsule as load_capsule
     from .watcher import Watch as Watch
@@ -28,17 +35,24 @@ if TYPE_CHECKING:
 _WHERE = {
     "Capsule": "replaying",
     "Finding": "finding",
+    "Likeness": "likeness",
     "Monitor": "monitoring",
     "NanhuntError": "errors",
     "NonFiniteError": "errors",
     "NonFiniteWarning": "errors",
+    "Profile": "profiles",
+    "Remark": "remarks",
+    "Remarks": "remarks",
     "SymptomError": "errors",
     "SymptomWarning": "errors",
     "TensorStats": "finding",
     "UsageError": "errors",
     "Watch": "watcher",
+    "audit": "auditing.front",
+    "compare": "control",
     "hunt": "hunter",
     "load_capsule": "replaying",
+    "profile": "profiling",
     "read_log": "logs.reading",
     "watch": "watching",
 }

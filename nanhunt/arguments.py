@@ -14,6 +14,9 @@ from .verdict import KINDS
 _USAGE = """\
 nanhunt [options] (SCRIPT | -m MODULE | -c CODE) [arguments of the program]
        nanhunt log [--json | --html] [-o OUT] [--ranks] FILE...
+       nanhunt audit [options] MODULE:FACTORY
+       nanhunt compare [--a SETTING] [--b SETTING] [options] MODULE:FACTORY
+       nanhunt profile [--steps N] [--dtype DTYPE] [options] MODULE:FACTORY
        nanhunt show [--json | --html] [-o OUT] FILE...
        nanhunt replay [--model MODULE:FACTORY] [--dtype DTYPE] [--bisect] CAPSULE
        nanhunt demo [--dtype DTYPE] [--save FILE]"""
@@ -38,6 +41,9 @@ examples:
 
   python -m nanhunt log train.log                  what went wrong in a run, from its log alone
   python -m nanhunt log --html run1.csv run2.csv   two runs as a page for a browser, in run1.html
+  python -m nanhunt audit train.py:build           what is wrong before the first step
+  python -m nanhunt compare train.py:build         is it the precision, and in which module
+  python -m nanhunt profile train.py:build         can this run move to float16, and what stands in the way
   python -m nanhunt show a.json b.json             read saved findings again
   python -m nanhunt show --html a.json             the same as a page for a browser, in a.html
   python -m nanhunt --capsule faults train.py      keep what the fault was made of, in a folder of its own
@@ -51,7 +57,7 @@ in a program, around any number of steps:
 
 exit code: the program's own; 1 when a fault was found (in a child process, too) in a program that would
 have ended with 0; 2 when the program could not be started, or the report could not be written. A script
-that is called show, log, replay or demo is run as ./show.
+that is called as a command (audit, compare, demo, log, profile, replay, show) is run as ./show.
 NANHUNT=0 in the environment turns every watch off (the program runs alone), NANHUNT=1 is the default.
 """
 

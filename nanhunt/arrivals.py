@@ -13,7 +13,7 @@ from torch import nn
 from . import probe
 from .internals import batched
 from .moved import is_small
-from .ranks import grouped
+from .ranks import grouped, together
 
 if TYPE_CHECKING:
     from .observer import Observer
@@ -27,6 +27,8 @@ class Arrivals:
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
         self.largest = 0.0  # |number| of them in this step; infinity when it is not known
+        self.sizes: dict[int, float] = {}  # of each parameter, among several ranks: what goes into the all-reduce
+        self._several = False
         self._small: dict[int, tuple[str, nn.Parameter]] = {}  # those that are looked at together, by id
         self._waiting: list[nn.Parameter] = []
 
@@ -52,12 +54,13 @@ class Arrivals:
     def backward_begins(self) -> None:
         """Where a hook of somebody's stands behind ours by now, the gradient must be looked at before it runs."""
         self._waiting.clear()
+        self._several = together()
         attachment = self._observer.attachment
         if not self._small or attachment is None:
             return
-        together = grouped()
+        several = grouped()
         for key, (name, p) in list(self._small.items()):
-            if together or len(p._post_accumulate_grad_hooks or ()) > 1:
+            if several or len(p._post_accumulate_grad_hooks or ()) > 1:
                 del self._small[key]
                 attachment.instead(p, functools.partial(self.on_parameter, name))
 
@@ -76,6 +79,8 @@ class Arrivals:
                 size = observer.peak(numbers)
                 if size < _INF:
                     self.largest = max(self.largest, size)
+                    if self._several:
+                        self.sizes[id(param)] = size
                     return
         self.largest = _INF
         self.settle()
@@ -105,10 +110,12 @@ class Arrivals:
 
     def new_step(self) -> None:
         self._waiting.clear()
+        self.sizes.clear()
         self.largest = 0.0
 
     def forget(self) -> None:
         self._waiting.clear()
+        self.sizes.clear()
         self._small.clear()
 
 

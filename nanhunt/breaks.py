@@ -40,6 +40,7 @@ class Breaks:
         self._told: dict[str, Symptom] = {}
         self._broken = False  # the loss is NaN now
         self._calm = 0
+        self._back: Step | None = None  # where the loss was finite again, after the NaN that was told
         self._records = 0
         self._metric_told = False
         self._rise: Rise | None = None  # that was told as an explosion, as far as it has got
@@ -89,11 +90,22 @@ class Breaks:
         return []
 
     def retold(self, symptom: Symptom) -> Symptom:
-        """A symptom as it looks now: an explosion was told when it was certain, and has gone on since."""
+        """A symptom as it looks now: an explosion has gone on since it was certain, a NaN may have passed."""
+        if symptom is self._told.get("nan_inf") and self._back is not None and not self._broken:
+            return self._passed(symptom, self._back)
         if symptom.name != "loss_explosion" or self._rise is None:
             return symptom
         now = self._explosion(self._rise, *self._rise_ends)
         return dataclasses.replace(now, seen=symptom.seen)
+
+    def _passed(self, symptom: Symptom, back: Step) -> Symptom:
+        held = symptom.first is not None and symptom.first.skipped
+        why = "its update was not applied" if held else "one batch, or the run began anew from good weights"
+        return dataclasses.replace(
+            symptom,
+            cause=f"{symptom.cause} All is finite again from {at(back)} on: {why}.",
+            advice=ADVICE["one_batch"],
+        )
 
     # --- what may have happened ---------------------------------------------------------------------------
 
@@ -105,6 +117,8 @@ class Breaks:
             self._norms = []
         if self._broken:
             self._calm = self._calm + 1 if fine else 0
+            if self._calm == 1:
+                self._back = step
             if self._calm < 3:
                 return []
             self._broken = False

@@ -20,7 +20,7 @@ from .report.lines import clean
 FOUND, USAGE = 1, 2
 
 # The words that are commands: each has a file in commands/, loaded when the word is used.
-COMMANDS = ("demo", "log", "replay", "show")
+COMMANDS = ("audit", "compare", "demo", "log", "profile", "replay", "show")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -16,6 +16,8 @@ _NEAR = 256.0
 
 def cause(origin: Origin, stats: Sequence[TensorStats], dtype: str | None) -> str:
     """One word of the closed list, as far as ranges can tell; `unknown` where they can not."""
+    if origin.facts.get("handed"):
+        return "collective"
     if origin.phase == "input":
         return "bad_input"
     if origin.phase == "state":
@@ -23,7 +25,7 @@ def cause(origin: Origin, stats: Sequence[TensorStats], dtype: str | None) -> st
     if origin.facts.get("scaled"):
         return "loss_scale"
     if origin.phase == "optimizer":
-        if _spoilt(stats):
+        if spoilt(stats):
             return "collective" if origin.facts.get("together") else "unknown"
         return "overflow" if "nan" not in origin.kinds and _largest(stats, "gradient") > 1e15 else "optimizer"
     if origin.literal:
@@ -53,14 +55,16 @@ def why(origin: Origin, stats: Sequence[TensorStats], dtype: str | None) -> str 
             f"{_count(bad)} of {numerics.fmt(bad.numel)} values of {bad.name or bad.role}, "
             f"first at {list(bad.first_bad or ())}"
         )
-    if origin.phase == "input":
+    if origin.facts.get("handed") and origin.phase != "optimizer":
+        said.append(_came(origin.facts["handed"], origin.facts.get("collective") or {}))
+    elif origin.phase == "input":
         said.append("it was so before the model was called")
     elif origin.phase == "state":
         said.append("it was so before the step began")
     elif origin.phase == "optimizer":
         rates = origin.facts.get("rates") or []
         wrong = [r for r in rates if isinstance(r, float) and not math.isfinite(r)]
-        gradient = _spoilt(stats)
+        gradient = spoilt(stats)
         if wrong:
             said.append(f"the learning rate is {wrong[0]}")
         elif gradient is not None:
@@ -89,6 +93,15 @@ def why(origin: Origin, stats: Sequence[TensorStats], dtype: str | None) -> str 
     if not said:
         return None
     return "; ".join(said) + "."
+
+
+def _came(handed: str, passage: dict[str, Any]) -> str:
+    """By which way it came from another process, or out of a buffer that nobody has filled."""
+    if passage.get("unwritten"):
+        return f"it stood in the receive buffer of {handed} before, and nobody has written there"
+    sent = passage.get("sent_absmax")
+    given = f"; what this rank had given was finite, |x| up to {numerics.fmt(sent)}" if sent is not None else ""
+    return f"it came out of {handed}{given}"
 
 
 def advice(origin: Origin, word: str, dtype: str | None, call: Call | None) -> list[str]:
@@ -141,7 +154,7 @@ def advice(origin: Origin, word: str, dtype: str | None, call: Call | None) -> l
     ]
 
 
-def _spoilt(stats: Sequence[TensorStats]) -> TensorStats | None:
+def spoilt(stats: Sequence[TensorStats]) -> TensorStats | None:
     """The gradient of an update, if it was bad when the update began: backward gave a finite one."""
     return next((s for s in stats if s.role == "gradient" and s.first_bad), None)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import UsageError
-from .steps import Symptom, number, plain
+from .steps import Symptom, fits, number, plain
 
 _FORMAT = 1
 
@@ -129,9 +129,15 @@ class Course:
                 name: Curve(**{key: tuple(map(number, points)) for key, points in curve.items()})
                 for name, curve in values.get("curves", {}).items()
             }
-            values["marks"] = tuple((at, text) for at, text in values.get("marks", ()))
+            values["marks"] = tuple((number(at), text) for at, text in values.get("marks", ()))
+            values["spacing"] = number(values.get("spacing"))
             for name in ("steps", "remarks", "unknown"):
                 values[name] = tuple(values.get(name, ()))
+            fits(cls, {**values, "marks": ()})
+            if not all(isinstance(mark[0], (int, float)) and isinstance(mark[1], str) for mark in values["marks"]):
+                raise UsageError("a mark of a course is a step and a text")
+            for curve in values["curves"].values():
+                fits(Curve, {f.name: getattr(curve, f.name) for f in dataclasses.fields(curve)})
             return cls(**values)
         except (TypeError, ValueError, AttributeError) as error:
             raise UsageError(f"not a course that this version of nanhunt wrote: {error}") from None

@@ -131,6 +131,8 @@ class Diagnosis:
     # --- inside -----------------------------------------------------------------------------------------------
 
     def _keep(self, found: list[Symptom]) -> list[Symptom]:
+        if not found:
+            return found
         self.symptoms += found
         self.symptoms.sort(key=lambda symptom: _ORDER[symptom.name])
         return found
@@ -159,7 +161,10 @@ class Diagnosis:
             if value is not None:
                 self._add(name, at, value)
         if step.lr:
-            self._add("lr", at, max(step.lr, key=lambda lr: lr if math.isfinite(lr) else math.inf))
+            largest = max(step.lr, key=lambda lr: lr if math.isfinite(lr) else math.inf) if step.lr[1:] else step.lr[0]
+            self._add("lr", at, largest)
+        if not step.metrics and not step.losses:
+            return
         for name, value in step.metrics.items():
             self._add(f"metric {name}", at, value)
         for name, value in step.losses.items():

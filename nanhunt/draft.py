@@ -76,6 +76,12 @@ class Draft:
         if self._losses:
             self._losses.pop()
 
+    def forget_backwards(self) -> None:
+        """The gradients so far were thrown away: those backwards, and the batch they saw, are no part of this step."""
+        self._losses.clear()
+        self.batch = []
+        self.backwards = 0
+
     def note(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)

@@ -12,6 +12,9 @@ from .verdict import Origin
 
 if TYPE_CHECKING:
     from .catch import Catch
+    from .lineage import Keep
+    from .observer import Observer
+    from .scene import Scene
 
 _MOST = 3
 
@@ -24,9 +27,10 @@ class Filing:
         told: gives a finding as whoever runs the watch tells it: a trainer has steps of its own.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, failed: Callable[[Exception], object]) -> None:
         self.catch: Catch | None = options.catch
         self.told: Callable[[Finding], Finding] = lambda finding: finding
+        self._failed = failed
         self._folder, self._slim = options.capsule, options.slim
         self._places: set[tuple[str | None, ...]] = set()
         if self._folder is not None:
@@ -34,8 +38,26 @@ class Filing:
 
             self.catch = Catch(most=int(options.max_mb * 1e6), ring=options.ring)
 
+    def join(self, scene: Scene, observer: Observer) -> None:
+        """Be told of births and batches and, of a call that is known beforehand, stand before it."""
+        scene.catch = self.catch
+        if self.catch is not None and self.catch.target is not None:
+            self.catch.listen(observer)
+
+    @property
+    def keep(self) -> Keep | None:
+        """What the op level tells of each birth."""
+        return self.catch.op if self.catch is not None else None
+
     def filed(self, finding: Finding, origin: Origin) -> Finding:
-        """The finding of a fault; where its capsule lies, if there is to be one."""
+        """The finding of a fault; where its capsule lies, if there is to be one. A failure is told, and no more."""
+        try:
+            return self._filed(finding, origin)
+        except Exception as failure:
+            self._failed(failure)
+        return finding
+
+    def _filed(self, finding: Finding, origin: Origin) -> Finding:
         catch = self.catch
         place = (finding.phase, finding.module, finding.tensor if finding.module is None else None)
         if catch is None or finding.handled is not None:

@@ -15,6 +15,23 @@ _CALL_FRAME, _CALL_FILE = "inner", _nn_module.__file__
 # The frame around Optimizer.step that runs its hooks (torch 2.0 and later).
 _STEP_FRAME, _STEP_FILE = "wrapper", _optimizer.__file__
 
+# Where a pipeline runs its stages on memory that nobody has written, to learn the shapes (torch 2.13; the last: 2.6).
+_PIPELINE = "torch.distributed.pipelining.stage"
+_REHEARSALS = ("_forward_metadata_inference", "_backward_metadata_inference", "_shape_inference")
+
+
+def rehearsed() -> bool:
+    """True inside a run of a pipeline's stage that is there for the shapes alone: its numbers mean nothing."""
+    stage = sys.modules.get(_PIPELINE)
+    if stage is None:
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name in _REHEARSALS and frame.f_code.co_filename == stage.__file__:
+            return True
+        frame = frame.f_back
+    return False
+
 
 def call_kwargs() -> dict[str, Any]:
     """The keyword arguments of the module call whose forward pre-hook is running.

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from statistics import median
 
 from .counsel import ADVICE
-from .levels import noise
+from .levels import median, noise
 from .numerics import fmt
 from .steps import Step, Symptom
 
@@ -42,7 +41,9 @@ class Headway:
         if step.loss is not None and math.isfinite(step.loss):
             self._take(step.loss)
         if step.lr:
-            self.lr_most = max(self.lr_most, *(abs(lr) for lr in step.lr if math.isfinite(lr)), 0.0)
+            for lr in step.lr:
+                if self.lr_most < abs(lr) < math.inf:
+                    self.lr_most = abs(lr)
         if step.update_ratio is not None:
             self._ratios.append(step.update_ratio)
         self._state = step.state_dtypes or self._state
@@ -102,9 +103,9 @@ class Headway:
     def plateau(self) -> list[Symptom]:
         """What the whole run tells, when nothing else is wrong: the loss has not moved."""
         blocks = self._blocks
-        if len(blocks) < 4 or self._first is None or self._last is None:
+        if self._first is None or self._last is None or len(blocks) < (2 if self._sparse() else 4):
             return []
-        spread = noise(blocks)
+        spread = noise(blocks if len(blocks) >= 4 else list(self._ending))
         third = max(len(blocks) // 3, 1)
         early, late = median(blocks[:third]), median(blocks[-third:])
         fell = (early - late) / max(abs(early), 1e-12)
@@ -113,13 +114,16 @@ class Headway:
         low_state = [dtype for dtype in self._state if dtype in LOW]
         low = low_state or [dtype for dtype in self._weights if dtype in LOW]
         still = bool(self._ratios) and median(self._ratios) < 1e-7
-        if not low and not still and not self._is_stuck(late, spread):
+        chance = self._chance(late, spread)
+        if not low and not still and not chance:
             return []
         why = "the loss has not moved"
         if low:
             why += f", and the {'optimizer state' if low_state else 'weights'} is kept in {low[0]}"
         elif still:
             why += f", and an update changes the weights by {fmt(median(self._ratios))} of their size only"
+        if chance:
+            why += f": it stands at {chance}"
         form = "low_precision_state" if low else "plateau"
         rate = f"Learning rate up to {fmt(self.lr_most)}." if self.lr_most else ""
         return [
@@ -137,15 +141,25 @@ class Headway:
             )
         ]
 
-    def _is_stuck(self, late: float, spread: float) -> bool:
-        """At the level of chance, and without noise to speak of; no metric has improved either.
+    def _sparse(self) -> bool:
+        """A record stands for many steps: a few of them tell as much as many do elsewhere."""
+        first, last = self._first, self._last
+        if first is None or last is None or first.step is None or last.step is None:
+            return False
+        return last.step - first.step >= 20 * self.records
 
-        A run that begins with good weights stands still as well: at a level that chance does not give. Chance gives
-        ln(k) for k classes; far up it is what any vocabulary gives.
+    def _chance(self, late: float, spread: float) -> str:
+        """What guessing gives, in words, where the loss stands there without noise to speak of; else "".
+
+        No metric has improved either. A run that begins with good weights stands still as well: at a level that chance
+        does not give. Chance gives ln(k) for k classes; far up it is what any vocabulary gives.
         """
-        moving = any(_moved(values) for values in self._metrics.values())
-        chance = late > 4.0 or any(abs(late / math.log(k) - 1) < 0.015 for k in _CLASSES)
-        return chance and not moving and spread < 0.05 * abs(late)
+        if spread >= 0.05 * abs(late) or any(_moved(values) for values in self._metrics.values()):
+            return ""
+        classes = next((k for k in _CLASSES if abs(late / math.log(k) - 1) < 0.015), None)
+        if classes is not None:
+            return f"{fmt(late)}, which is what guessing among {classes} classes gives"
+        return f"{fmt(late)}, as high as guessing leaves it" if late > 4.0 else ""
 
 
 def _moved(values: list[float]) -> bool:

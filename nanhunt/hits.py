@@ -61,6 +61,14 @@ class Hits:
             if self._times[key] > _SAME:
                 return  # a poisoned weight shows in every later step
         self.keep(finding)
+        inner = self._inner() if self.on_hit == "raise" else []
+        if not any(one.on_hit == "raise" for one in inner):
+            for one in inner:  # they will not get to see it
+                one.keep(finding)
+            self.pass_on(finding)
+
+    def pass_on(self, finding: Finding) -> None:
+        """Do what was asked for, with a fault of this rank or of another one that has stopped; raises as `act` does."""
         if callable(self.on_hit) or self.on_hit == "warn":
             try:
                 (self.on_hit if callable(self.on_hit) else _warn)(finding)
@@ -68,11 +76,7 @@ class Hits:
                 self.theirs = theirs
                 raise
         elif self.on_hit == "raise":
-            inner = self._inner()
-            if not any(one.on_hit == "raise" for one in inner):
-                for one in inner:  # they will not get to see it
-                    one.keep(finding)
-                raise NonFiniteError(finding)
+            raise NonFiniteError(finding)
 
 
 def _warn(finding: Finding) -> None:

@@ -2,9 +2,9 @@
 
 Everything torch offers for looking on is used here and nowhere else: the global module hooks (they
 keep fast paths and results that per-module hooks change), tensor hooks, post-accumulate hooks, the
-optimizers' step hooks. Four things torch has no hook for are wrapped while a watch or a monitor is on, and
-put back after: where a backward begins and ends, the GradScaler's methods, the clipping of gradients by their
-norm, the recursion limit.
+optimizers' step hooks. What torch has no hook for is wrapped while a watch or a monitor is on, and put back
+after: where a backward begins and ends, the GradScaler's methods, the clipping of gradients by their norm, the
+recursion limit; among several ranks, what moves tensors between them (`wires`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.nn.utils import clip_grad as _clip_grad
 from torch.optim import optimizer as _optimizer
 from torch.utils.hooks import RemovableHandle
 
-from . import compiled, dynamo, frames, traces
+from . import compiled, dynamo, frames, traces, wires
 
 _HOOK_DICTS = hasattr(torch._C._FunctionBase, "_register_hook_dict")
 keys = itertools.count(-1, -1)  # for hooks on tensors: torch numbers its handles from 0 up
@@ -73,6 +73,13 @@ class Attachment:
         self.calls = ModuleCalls(calls)
         _wrap(listener)
         self._listener: Listener | None = listener
+        self._collectives: wires.CollectiveListener | None = None
+
+    def collectives(self, listener: wires.CollectiveListener) -> None:
+        """Have collectives told, from now on."""
+        if self._collectives is None and self._listener is not None:
+            self._collectives = listener
+            wires.wrap(listener)
 
     def parameters(
         self,
@@ -121,6 +128,9 @@ class Attachment:
             return
         _unwrap(self._listener)
         self._listener = None
+        if self._collectives is not None:
+            wires.unwrap(self._collectives)
+            self._collectives = None
         self.drop_leaves()
         self.calls.remove()
         for p, handle in self._params.values():

@@ -40,6 +40,11 @@ def newest_node() -> int:
     return _next_node() - 1
 
 
+def sharded(tensor: torch.Tensor) -> bool:
+    """True for a DTensor: what stands in it may be the work of all ranks."""
+    return hasattr(tensor, "_local_tensor")
+
+
 def number_of(node: Any) -> int:
     """The number which `node` was given when its forward op ran; -1 where torch does not tell."""
     number = getattr(node, "_sequence_nr", None)
@@ -86,6 +91,17 @@ def autocast_dtype(t: torch.Tensor) -> bool:
 def foreign_modes(ours: int = 0) -> bool:
     """True when a mode of the user would see what we do with tensors; `ours` dispatch modes are our own."""
     return bool(dispatch_modes() > ours or function_modes() > 0)
+
+
+@contextlib.contextmanager
+def op_by_op() -> Iterator[None]:
+    """Keep nn.TransformerEncoder from its one fused op: under a mode it loses autocast and dies (torch 2.13)."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 @contextlib.contextmanager

@@ -181,6 +181,7 @@ class Judge:
         """Take the numbers of a new origin while its tensors are in hand."""
         self.alert = True
         origin.rec = rec
+        self.observer.collectives.note(origin, tensor, self.origins)
         self.origins.append(origin)
         self.scene.take(origin, rec, tensor, module, hand)
         if self._stop_first and not origin.literal:
@@ -211,6 +212,7 @@ class Judge:
                 rec = self.observer.look(root, ("loss", ""), None, None, False)
                 if rec is not None:
                     self._loss_inside = rec.exits
+                    self.observer.collectives.given = rec if rec.exits and root.numel() > 1 else None
                     scaled = self.scaling.made_it(root)
                     self.observer.tell(rec.bad, self._loss, (rec, scaled), None, root)
 
@@ -341,9 +343,8 @@ class Judge:
         if self._depth or internals.graph_task() != -1 or not self.observer.on:
             return
         self.observer.arrivals.settle()
-        if (
-            isinstance(grads, (tuple, list)) and self.observer.backward
-        ):  # torch.autograd.grad: its results pass no parameter hook
+        # What torch.autograd.grad gives passes no parameter hook.
+        if isinstance(grads, (tuple, list)) and self.observer.backward:
             for i, grad in enumerate(grads):
                 if isinstance(grad, torch.Tensor) and not isinstance(grad, nn.Parameter):
                     self.result(given[i] if i < len(given) else None, grad)
@@ -431,9 +432,8 @@ class Judge:
         """Report a fault, once."""
         if origin.settled:
             return
-        if (
-            origin.phase in ("backward", "optimizer") and self.faulted()
-        ):  # it follows from the fault of this step that was reported
+        # It follows from the fault of this step that was reported.
+        if origin.phase in ("backward", "optimizer") and self.faulted():
             origin.settled = True
             origin.facts["handled"] = "follows"
             return

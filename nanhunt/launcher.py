@@ -71,8 +71,10 @@ class Launch:
         except CannotRun:
             raise
         except BaseException as error:
-            self._stop(error)
-            self._print_as_python_does(error)
+            instead = self._stop(error)
+            self._print_as_python_does(instead or error)
+            if instead is not None:
+                raise instead from error
             raise
         code = None if end is None else end.code
         if self._failed() and (code is None or code == 0):
@@ -137,10 +139,19 @@ class Launch:
             pass  # it is told below
         self._tell()
 
-    def _stop(self, error: BaseException | None) -> None:
-        if self.roots is not None and not self._ended:
-            self._ended = True
+    def _stop(self, error: BaseException | None) -> NonFiniteError | None:
+        """Take the watches off. Of a rank that fails because another has stopped: what it should end with instead."""
+        if self.roots is None or self._ended:
+            return None
+        self._ended = True
+        if error is None:
+            self.roots.stop()
+            return None
+        try:
             self.roots.stop(error)
+        except NonFiniteError as stop:
+            return stop
+        return None
 
     def _of_children(self) -> list[str]:
         """What the child processes of this one have found until now, in words."""
@@ -158,7 +169,9 @@ class Launch:
         def shown(kind: type[BaseException], value: BaseException, _: TracebackType | None) -> None:
             sys.excepthook = hook
             try:
-                hook(kind, value.with_traceback(trace), trace)
+                # Of many ranks that stop for one fault, one prints it.
+                if not isinstance(value, NonFiniteError) or self._speaks():
+                    hook(kind, value.with_traceback(trace), trace)
             finally:
                 self._tell()
 
@@ -184,8 +197,14 @@ class Launch:
         if os.getpid() != self._process:  # a fork that ran on to the end
             return
         written = self._write()
+        if not self._speaks():
+            return
         for line in [*self._summary(), *(f"report: {path}" for path in written)]:
             self._say(line)
+
+    def _speaks(self) -> bool:
+        """Whether this process tells what there is to tell: among several ranks one does."""
+        return self.roots is None or self.roots.speaks or bool(self._of_children())
 
     def _summary(self) -> list[str]:
         children = self._of_children()
@@ -247,10 +266,10 @@ class Launch:
         rank, in_group = _rank()
         forked = os.getpid() != self._process and not self._fresh
         if in_group and not forked:
-            self._tag = f"rank{rank}"  # also after the group has been taken apart
+            self._tag = _tag(rank or 0)  # also after the group has been taken apart
         if self._tag and not forked:
             return self._tag
-        parts = [f"rank{rank}"] if rank is not None else []
+        parts = [_tag(rank)] if rank is not None else []
         if os.getpid() != self._process:
             parts.append(f"pid{os.getpid()}")
         return ".".join(parts)
@@ -303,13 +322,30 @@ class _Import:
         return spec
 
 
+# How many processes there are and which this is, as torchrun and accelerate, srun, and mpirun tell it.
+_TOLD = (
+    ("WORLD_SIZE", "RANK"),
+    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+)
+
+
 def _rank() -> tuple[int | None, bool]:
     """The rank of this process among several, and whether it is in a group now (else its launcher has told it)."""
     distributed = getattr(sys.modules.get("torch"), "distributed", None)
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return (int(distributed.get_rank()), True) if distributed.get_world_size() > 1 else (None, False)
-    world, rank = os.environ.get("WORLD_SIZE", ""), os.environ.get("RANK", "")
-    return (int(rank) if rank.isdigit() and world.isdigit() and int(world) > 1 else None), False
+    for told_world, told_rank in _TOLD:
+        world, rank = os.environ.get(told_world, ""), os.environ.get(told_rank, "")
+        if rank.isdigit() and world.isdigit() and int(world) > 1:
+            return int(rank), False
+    return None, False
+
+
+def _tag(rank: int) -> str:
+    """`rank3`; what an elastic launcher has started anew does not write over what was found before."""
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"rank{rank}.restart{restart}" if restart.isdigit() and int(restart) else f"rank{rank}"
 
 
 def _without_ours(trace: TracebackType | None) -> TracebackType | None:

@@ -40,6 +40,7 @@ class Looks:
 
     def __init__(self, *, defer: bool, at_once: bool, backward: bool) -> None:
         self.seen = 0  # tensors looked at
+        self.seen_before = 0  # this step
         self.serial = 0  # of the step
         self.slots = Slots()
         self.blind: set[str] = set()
@@ -255,6 +256,7 @@ class Looks:
 
     def new_step(self) -> None:
         self.serial += 1
+        self.seen_before = self.seen
         self._known.clear()
         self.dtypes.clear()
         self._dtype = None

@@ -32,9 +32,9 @@ class _Row:
 class Meter:
     """Measures every module of `model`, or of every model that is called, between `__enter__` and `__exit__`.
 
-    It is for tests: each look reads the device. Results are not changed; all hooks come off at the end. Without a
-    `model`, the first call of a module that is part of nothing called before makes it a root; paths then begin at
-    their root, and with its class where there are several.
+    It is for tests: each look reads the device. Gradients are told without the loss scale of a GradScaler. Results
+    are not changed; all hooks come off at the end. Without a `model`, the first call of a module that is part of
+    nothing called before makes it a root; paths then begin at their root, and with its class where there are several.
 
     Raises:
         RuntimeError: at the end, when a look has failed, so that nothing passes for measured that was not.
@@ -48,6 +48,7 @@ class Meter:
         self._single = model is not None
         self._attachment: hooks.Attachment | None = None
         self._failure: Exception | None = None
+        self._scale = 1.0  # on the loss of the running step
         self._of_ours = next(hooks.keys)
         if model is not None:
             self._learn(model)
@@ -113,7 +114,11 @@ class Meter:
     def on_backward_begin(self, roots: tuple[Any, ...], create_graph: bool) -> None: ...
     def on_backward_end(self, given: tuple[Any, ...], grads: Any, ok: bool) -> None: ...
     def on_optimizer(self, optimizer: torch.optim.Optimizer, after: bool, closure: bool) -> None: ...
-    def on_scaler(self, scaler: Any, what: str, before: Any, after: Any) -> None: ...
+    def on_scaler(self, scaler: Any, what: str, before: Any, after: Any) -> None:
+        if what == "scale" and scaler.is_enabled():
+            self._scale = float(scaler.get_scale())
+        elif what == "update":
+            self._scale = 1.0
 
     def _outputs(self, row: _Row, out: Any) -> None:
         for _, tensor in probe.leaves(out):
@@ -132,6 +137,7 @@ class Meter:
         numbers = None if internals.batched(tensor) else probe.payload(tensor)
         size = None if numbers is None else _largest(numbers)
         if size is not None:
+            size = size / self._scale if what == "gradient" else size
             key = what, str(tensor.dtype).removeprefix("torch.")
             row.sizes[key] = max(size, row.sizes.get(key, 0.0))
 

@@ -28,7 +28,7 @@ from .pace import Pace
 from .record import OnSymptom, Record
 from .scales import Window, window
 from .steps import Step, Symptom
-from .terms import checked, logged, number, sharded
+from .terms import SPOILED, checked, logged, measured, numbered, remarks, sharded
 
 if TYPE_CHECKING:
     from .followup import FollowUp
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _BEHIND = 2  # steps whose numbers may still be on their way from a device
 _WATCHED = 3  # steps that the full watch looks at after an anomaly
 _ERRORS = 100
-_LOCAL = "parameters are sharded: norms, shares and counts are of this rank's part"
+_LOCAL = "Parameters are sharded: norms, shares and counts are of this rank's part"
 
 
 class Monitor:
@@ -175,11 +175,11 @@ class Monitor:
         self._settle()
         made = self._record.course(self._name)
         found = self.scale_window()
-        sentences = [
-            text for text in (made.scale, f"{found}." if found is not None and found.matters else None) if text
-        ]
+        safe = f"{found}." if found is not None and found.matters else None
         return dataclasses.replace(
-            made, scale=" ".join(sentences) or None, remarks=(*made.remarks, *(f"{text}." for text in self._said))
+            made,
+            scale=" ".join(filter(None, (made.scale, safe))) or None,
+            remarks=(*made.remarks, *remarks(self._said, self.held, self.findings)),
         )
 
     def __str__(self) -> str:
@@ -234,18 +234,21 @@ class Monitor:
             loss, grad_norm, lr, loss_scale, skipped: instead of what was seen.
             batch: what is known of the batch, such as an index or a hash.
             note: a few words.
-            metrics, more: validation metrics by name.
+            metrics, more: validation metrics by name; None is one that was not measured.
 
         Raises:
             UsageError: for something that is no number.
         """
         fields = logged(loss=loss, grad_norm=grad_norm, loss_scale=loss_scale, lr=lr, skipped=skipped, batch=batch)
-        measured = {str(name): number(name, value) for name, value in {**(metrics or {}), **more}.items()}
+        own, told = numbered(step), measured(metrics, more)
+        if note is not None:
+            note = str(note)
         if self._pace is None and not enabled():
             return
         if self._ended:
             raise UsageError("this monitor was removed: make a new one with nanhunt.Monitor(model)")
-        self._guarded(self._logged, step, fields, measured, note)
+        if fields or told or note is not None or own is not None:
+            self._guarded(self._logged, own, fields, told, note)
 
     def _logged(self, step: int | None, fields: dict[str, Any], metrics: dict[str, float], note: str | None) -> None:
         draft = self._pace.draft if self._pace is not None else None
@@ -396,7 +399,7 @@ class Monitor:
             if not followup.findings:
                 followup.open(pace.next(), spoiled=spoiled)
                 if spoiled:
-                    self._say("the weights were already bad when the anomaly showed: only the past could tell")
+                    self._say(SPOILED)
 
     def done(self, draft: Draft) -> None:
         """Nothing more will be added to this draft."""

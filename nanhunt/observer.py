@@ -14,6 +14,7 @@ from torch import nn
 from . import dynamo, frames, hooks, internals, probe, traces
 from .arrivals import Arrivals
 from .calls import Calls
+from .collectives import Collectives
 from .errors import NonFiniteError
 from .internals import batched, dispatch_modes, function_modes, graph_task, tracing, transforms
 from .looks import Looks
@@ -23,6 +24,7 @@ from .regions import Regions
 from .verdict import Call, Rec
 
 if TYPE_CHECKING:
+    from .finding import Finding
     from .judge import Judge
     from .rerun import Shadow
 
@@ -63,9 +65,13 @@ class Observer(Looks):
         self.own_modes = 0  # dispatch modes that are ours
         self.partial = False  # modules are left out
         self.hidden = False  # modes of the program are taken off for as long as we look
+        self.halt: Finding | None = None  # of another rank that has stopped: this one stops at its next hook
+        self.obey: Callable[[], None] = lambda: None
+        self.renew: Callable[[], object] = names.refresh  # and hang on what has come into the model since
         self.arrivals = Arrivals(self)
+        self.collectives = Collectives(self)
         self.regions = Regions(self)
-        self._failed = failed
+        self.failed = failed
 
     def attach(self, attachment: hooks.Attachment) -> None:
         self.attachment = attachment
@@ -92,7 +98,7 @@ class Observer(Looks):
         except NonFiniteError:
             raise
         except Exception as failure:
-            self._failed(failure)
+            self.failed(failure)
 
     # On an exception torch calls it without kwargs, as on_post(module, args, None).
     def on_post(self, module: nn.Module, args: Any, kwargs: Any, out: Any = hooks.RAISED) -> None:
@@ -114,7 +120,7 @@ class Observer(Looks):
         except NonFiniteError:
             raise
         except Exception as failure:
-            self._failed(failure)
+            self.failed(failure)
 
     def on_gradient(self, rec: Rec, grad: torch.Tensor | None) -> None:
         if not self.on or grad is None or self.shadow is not None:
@@ -133,7 +139,7 @@ class Observer(Looks):
         except NonFiniteError:
             raise
         except Exception as failure:
-            self._failed(failure)
+            self.failed(failure)
 
     def guarded(self, event: Callable[..., None], *args: Any) -> None:
         """Run an event unseen by the user's modes. Only the deliberate stop leaves it."""
@@ -155,11 +161,13 @@ class Observer(Looks):
         except NonFiniteError:
             raise
         except Exception as failure:
-            self._failed(failure)
+            self.failed(failure)
 
     # --- module calls -----------------------------------------------------------------------------
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if self.halt is not None:
+            self.obey()
         calls, thread = self.calls, self.calls.thread
         task = graph_task()
         if task != thread.task:
@@ -175,6 +183,8 @@ class Observer(Looks):
         again = task != -1
         outermost = not running and not again  # a checkpoint's recomputation was judged the first time
         if outermost:
+            if frames.rehearsed():
+                return
             self.roots += 1
             if self.on or self.judge.stepped_back:
                 self.judge.outermost()
@@ -377,6 +387,7 @@ class Observer(Looks):
         self.regions.forget()
         self.param_takers.clear()
         self.arrivals.new_step()
+        self.collectives.new_step()
 
 
 # The backward of a step that is compiled as a whole runs where dynamo would compile the hooks too.

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from .errors import UsageError
 from .finding import Finding
@@ -46,7 +47,9 @@ class Options:
     max_mb: float = MAX_MB
     slim: bool = False
     ring: int = 0
+    profile: bool = False
     defer: bool = False
+    ranks: bool = True  # tell other ranks, and hear of them
     catch: Any = None  # of a hunt, which writes the capsule itself
 
     def looked_at(self, model: nn.Module) -> Callable[[str], bool]:
@@ -104,6 +107,8 @@ def checked(
     trained_with(asked["optimizer"], asked["scaler"])
     if not isinstance(asked.get("backward", True), bool):
         raise UsageError(f"backward={asked['backward']!r}: give True, or False to look at forward alone")
+    if not isinstance(asked.get("profile", False), bool):
+        raise UsageError(f"profile={asked['profile']!r}: give True to have the ranges of all modules in watch.profile")
     asked |= capsule_options(
         asked.get("capsule"), asked.get("max_mb", MAX_MB), asked.get("slim", False), asked.get("ring", 0)
     )
@@ -136,6 +141,15 @@ def trained_with(optimizer: Any, scaler: Any) -> None:
         raise UsageError(f"optimizer is a {type(optimizer).__name__}: pass a torch.optim.Optimizer, or leave it out")
     if scaler is not None and not hasattr(scaler, "get_scale"):
         raise UsageError(f"scaler is a {type(scaler).__name__}: pass a torch.amp.GradScaler, or leave it out")
+
+
+def made(model: nn.Module) -> None:
+    """Refuse a model with lazy parameters or buffers, which its first call makes: nobody can put them back."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    lazy = [name for name, tensor in named if is_lazy(tensor)]
+    if lazy:
+        some = ", ".join(lazy[:3]) + (", ..." if len(lazy) > 3 else "")
+        raise UsageError(f"{some} are lazy and not made yet: call the model once, as model(batch), before")
 
 
 def _words(name: str, value: Any) -> tuple[str, ...]:

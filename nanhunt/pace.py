@@ -22,7 +22,7 @@ _FIRST = 3  # recorded steps that are sampled at the start
 _KINDS = (nn.ReLU, nn.ReLU6, nn.Threshold)  # modules that may be dead: their output is constant zero
 _MOST = 64  # such modules that are looked at
 _LARGE = 2.0**32  # a loss scale that float32 may have no room for, squared; where nothing is in float16 it just grows
-_MARKED = 4  # gradients by which a loop without an optimizer is seen to have begun anew
+_MARKED = 4  # gradients by which it is seen that those of the last backward were thrown away
 
 
 class Told(Protocol):
@@ -170,6 +170,8 @@ class Pace:
         if self.draft is not None and not self.draft.over and self._begun_anew():
             self._end(self.draft)
         draft = self._open()
+        if draft.backwards and not draft.closure and any(p.grad is None for p, _, _ in self._marks):
+            draft.forget_backwards()  # a GAN's discriminator, after the generator's turn; a batch that was given up
         draft.backwards += 1
         draft.scaler = self._scaling or draft.scaler
         if not draft.wanted:
@@ -187,13 +189,13 @@ class Pace:
             draft.forget_loss()  # of autograd.grad: it fills no .grad
         elif self._closing is not None:
             self._before(draft, self._closing)
-        elif not self._handed and not any(self._concerns.values()):
+        else:
             self._marks = [
                 (p, id(grad), grad._version)
                 for p, _ in zip(self._with_gradient(), range(_MARKED))
                 if (grad := p.grad) is not None
             ]
-            if draft.wanted:
+            if draft.wanted and not self._handed and not any(self._concerns.values()):
                 draft.gradients.forget()
                 draft.gradients.take(self._with_gradient(), self.name, scaled=draft.scaler is not None)
 
@@ -202,7 +204,7 @@ class Pace:
 
     def _begun_anew(self) -> bool:
         """In a loop without any optimizer: the gradients of the last backward are no longer what they were."""
-        if any(self._concerns.values()):
+        if self._handed or any(self._concerns.values()):
             return False
         return any(p.grad is None or (id(p.grad), p.grad._version) != (i, v) for p, i, v in self._marks)
 

@@ -14,10 +14,13 @@ import pytest
 from . import pytest_settings as asked
 from .errors import NonFiniteError, UsageError, enabled
 from .finding import Finding
+from .pytest_precision import PrecisionParts, assert_close_precision
 from .pytest_reports import Tally, save, save_shortage, shorten, shown, without_machinery, without_pages
 from .pytest_trial import Hunting, Place, Trial
 from .ranges import RangesChanged
 from .report.files import try_folder
+
+__all__ = ["PrecisionParts", "assert_close_precision", "nanhunt"]
 
 _SESSION = pytest.StashKey[asked.Settings]()
 # The folders that were asked for, and not only by an ini file for the runs that use them.

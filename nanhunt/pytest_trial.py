@@ -21,6 +21,7 @@ from .report.files import write_whole
 if TYPE_CHECKING:
     from torch import nn
 
+    from .likeness import Likeness
     from .meter import Meter
     from .roots import Roots
     from .watcher import Watch
@@ -209,6 +210,13 @@ class Hunting:
         elif (failure := self._held(now, file, bits)) is not None:
             raise failure
         return now
+
+    def assert_close_precision(self, model: nn.Module, step: Callable[..., Any], **options: Any) -> Likeness:
+        """Fail when `step` computes with less precision than it should: `pytest_plugin.assert_close_precision`."""
+        __tracebackhide__ = True
+        from .pytest_precision import assert_close_precision
+
+        return assert_close_precision(model, step, **options)
 
     def _write(self, now: Ranges, file: Path) -> None:
         old = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import platform
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -41,20 +43,20 @@ def agree(mine: str, patience: float | None = None) -> tuple[bool, str]:
         return False, _alone[0]
     distributed = torch.distributed
     rank, world = distributed.get_rank(), distributed.get_world_size()
-    store = _store()
-    if store is None:
+    meeting = store()
+    if meeting is None:
         return False, "this torch does not tell where its ranks meet"
     patience = PATIENCE if patience is None else patience
     room = f"nanhunt/hunt/{next(_nth)}/"
-    store.set(f"{room}{rank}", mine)
+    meeting.set(f"{room}{rank}", mine)
     words: dict[int, str] = {}
     for other in range(world):
         try:
-            store.wait([f"{room}{other}"], timedelta(seconds=patience))
+            meeting.wait([f"{room}{other}"], timedelta(seconds=patience))
         except Exception:  # its type differs between stores and versions
             patience = 0.01
             continue
-        words[other] = store.get(f"{room}{other}").decode()
+        words[other] = meeting.get(f"{room}{other}").decode()
     missing = [str(other) for other in range(world) if other not in words]
     cannot = {r: word for r, word in words.items() if word not in ("clean", "fault")}
     if missing:
@@ -63,14 +65,35 @@ def agree(mine: str, patience: float | None = None) -> tuple[bool, str]:
         proposal = "no: " + "; ".join(f"rank {r}: {word}" for r, word in cannot.items())
     else:
         proposal = "go" if "fault" in words.values() else "clean"
-    decision = store.compare_set(f"{room}decision", "", proposal).decode()
+    decision = meeting.compare_set(f"{room}decision", "", proposal).decode()
     if "did not answer" in decision:
         _alone.append(decision.removeprefix("no: "))
     return decision == "go", decision.removeprefix("no: ")
 
 
-def _store() -> Any:
+def store() -> Any:
     """The store that the default process group met in: private, and the only way to talk without a collective."""
     find: Callable[[], Any] | None = getattr(torch.distributed.distributed_c10d, "_get_default_store", None)
-    store = find() if find is not None else None
-    return store if hasattr(store, "compare_set") else None
+    found = find() if find is not None else None
+    return found if hasattr(found, "compare_set") else None
+
+
+def place() -> dict[str, Any]:
+    """Which process of which job this is: for the context of a finding, empty for one that trains alone."""
+    if not together():
+        return {}
+    env = os.environ
+    node = env.get("GROUP_RANK") or env.get("SLURM_NODEID")
+    told = {
+        "world_size": torch.distributed.get_world_size(),
+        "local_rank": env.get("LOCAL_RANK") or env.get("SLURM_LOCALID"),
+        "host": platform.node() or None,
+        "node": node,
+        # Elastic launchers start the workers anew after a failure: steps are then counted from there.
+        "restart": env.get("TORCHELASTIC_RESTART_COUNT"),
+        "job": env.get("SLURM_JOB_ID") or env.get("TORCHELASTIC_RUN_ID"),
+        "backend": str(torch.distributed.get_backend()),
+    }
+    whole = ("local_rank", "node", "restart")
+    kept = {key: value for key, value in told.items() if value is not None and value != "none"}
+    return {key: int(value) if key in whole and str(value).isdigit() else value for key, value in kept.items()}

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections import deque
 from dataclasses import dataclass
-from statistics import median
 
-from .levels import Level
+from .levels import Level, median
 from .steps import Step
 
 _SIGMAS = 6.0  # above the level: normal noise does that once in a billion records
 _SETTLED = 60  # records above a level after which that is the level
+# What is made large in place of the loss, which then is no measure of success: it follows the policy up and down.
+_REWARD = re.compile(
+    r"\breward(?!s/(?:chosen|rejected|margins|accuracies))|\b(?:episode_|ep_)?(?:rew|return)\b|_reward", re.I
+)
 _BLOCK = 16  # records whose median stands for them where slow growth is looked for
 
 
@@ -51,16 +55,20 @@ class Rises:
         self._best = math.inf
         self._best_noise = 0.0
         self._slow: list[Step] = []
+        self._rewarded = False
 
     def see(self, step: Step) -> Rise | None:
         """A record whose loss is finite."""
         loss = step.loss
         assert loss is not None
+        if step.metrics and not self._rewarded and any(_REWARD.search(name) for name in step.metrics):
+            self._rewarded = True
         high = self._is_above(loss)
         norm = step.grad_norm
         norm_high = False
         if norm is not None and math.isfinite(norm):
-            norm_high = bool(self.norm) and norm > max(2 * self.norm.top, 2.5 * self.norm.middle)
+            if self.norm:
+                norm_high = norm > 2 * self.norm.top and norm > 2.5 * self.norm.middle
             self._norms_high = self._norms_high + 1 if norm_high else 0
             if self._norms_high > _SETTLED:  # that is where it stands now
                 self.norm.clear()
@@ -126,9 +134,9 @@ class Rises:
 
     def _at_the_start(self, step: Step) -> Rise | None:
         """Growth from the first record on, before there is any level to leave."""
-        self._opening.append(step)
+        if len(self._opening) <= 12:
+            self._opening.append(step)
         if len(self._opening) > 12:
-            self._opening = self._opening[:13]
             return None
         return self._short(4) if len(self._opening) >= 5 else None
 
@@ -168,8 +176,9 @@ class Rises:
         if not self.loss:
             return False
         level = self.loss.middle
-        margin = max(_SIGMAS * self.loss.noise, 0.05 * abs(level), self.loss.top - level, 1e-9)
-        return loss > level + margin
+        if loss <= level + max(0.05 * abs(level), self.loss.top - level, 1e-9):
+            return False
+        return loss > level + _SIGMAS * self.loss.noise
 
     def _norms_grew(self) -> bool:
         norms = self._norms_above()
@@ -184,6 +193,13 @@ class Rises:
         """The gradient went when the loss rose: the units have died, and the loss is where chance leaves it."""
         norms = self._norms_above()
         return self._norm_level is not None and len(norms) >= 5 and median(norms) < 0.2 * self._norm_level
+
+    def _lives(self, late: float, count: int) -> bool:
+        """The gradient is smaller than it was and has not gone, and the loss stands above where chance had left it."""
+        norms, first = self._norms_above(), self.loss.first
+        assert self._norm_level is not None
+        worse = self.loss.middle + late > first + max(0.05 * abs(first), 3 * self.loss.noise)
+        return worse and count >= _SETTLED - 10 and median(norms[-8:]) > 0.02 * self._norm_level
 
     def _damaged(self, losses: list[float]) -> bool:
         """After a leap far beyond where training began, the loss stays up though the gradient is no larger than before.
@@ -211,10 +227,10 @@ class Rises:
             return self._rise("growth", sure=rise > 3 * unit)
         if count >= 4 and self._norms_grow() and rise > max(0.5 * unit, 8 * noise) and rise >= 1.2 * early:
             return self._rise("growth", sure=True)
-        if count >= 25:
+        if count >= 25 and not self._rewarded:
             late, start = median(losses[-8:]) - self.loss.middle, median(losses[2:10]) - self.loss.middle
             stays = late >= 0.9 * start and late >= 0.8 * self._gained()
-            if late > max(0.5 * unit, 8 * noise) and stays and not self._norms_fell():
+            if late > max(0.5 * unit, 8 * noise) and stays and (not self._norms_fell() or self._lives(late, count)):
                 return self._rise("level", sure=self.loss.middle + late > self.loss.first)
         if count >= 15 and self._damaged(losses):
             return self._rise("level", sure=True)
@@ -289,9 +305,12 @@ class Rises:
         gained = max(self.loss.first - self._best, 0.0)
         much = max(abs(self._best), gained, 8 * self._best_noise)
         steady = all(b > a for a, b in itertools.pairwise(last))
-        if not (steady and rise > much) or self._norms_fell():
+        # One leap, some blocks ago, is not slow: whether it is a rise at all was judged when it came.
+        leapt = max(b - a for a, b in itertools.pairwise(self._blocks[:-3])) > 0.6 * rise
+        if self._rewarded or leapt or not (steady and rise > much) or self._norms_fell():
             return None
-        limit = self._best + max(3 * self._best_noise, 0.1 * rise)
+        # A tenth of the rise says where slow growth began; of an explosion that is long after it.
+        limit = self._best + max(3 * self._best_noise, min(0.1 * rise, 0.05 * max(abs(self._best), gained)))
         at = len(self._blocks) - 1
         while at > 1 and self._blocks[at - 1] > limit:
             at -= 1

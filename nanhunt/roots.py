@@ -24,6 +24,7 @@ from .finding import Finding
 from .hits import KEPT
 from .naming import type_name
 from .options import checked
+from .tidings import Tidings, open_session
 from .watcher import Watch
 from .watching import watch
 
@@ -38,7 +39,7 @@ _COMPILED = (
 )
 
 # What may be asked for: the options of `watch` that do not belong to one model.
-_OF_ONE = ("optimizer", "scaler", "only", "skip", "monitor")
+_OF_ONE = ("optimizer", "scaler", "only", "skip", "monitor", "profile")
 _DEFAULTS = {
     name: option.default
     for name, option in inspect.signature(watch).parameters.items()
@@ -68,7 +69,8 @@ class Roots:
     Attributes:
         watches: the watches that run now, after `stop` those that ran last.
         findings: what all watches have recorded, in the order in which it happened, at most 100.
-        finding: the first fault (its `handled` is None), or None.
+        finding: the first fault (its `handled` is None), or None; among several ranks, after `stop`, that of them all.
+        speaks: after `stop`, among several ranks: whether it is for this one to print what there is to say.
         models: for each of `findings` the class of the model that it was found in.
         noted: called with each finding as it is recorded, before anything is raised; None for nobody.
 
@@ -86,6 +88,7 @@ class Roots:
         self.findings: list[Finding] = []
         self.models: list[str] = []
         self.finding: Finding | None = None
+        self.speaks = True
         self.noted: Callable[[Finding], object] | None = None
         self._names: dict[Watch, str] = {}
         self._ended: list[Watched] = []
@@ -99,6 +102,7 @@ class Roots:
         self._calls: dict[int, int] = {}  # those of what `_known` has as let be, because its class is tired
         self._patience, self._waited = 1, 0
         self._lock = threading.Lock()
+        self._session: Tidings | None = None  # with the other ranks: one for all that is watched
         self._handle: Any = None
         self._compilations = 0
         self._eager = self._traced = self._stopped = False
@@ -149,18 +153,34 @@ class Roots:
         stopped: BaseException | None = None
         for one in sorted(self.watches, key=lambda one: one.finding is not self.finding):
             if error is not None and self.finding is not None and one.finding is not self.finding:
-                one.remove()  # the exception bears the first finding, and not what came of it elsewhere
+                one._take_off()  # the exception bears the first finding, and not what came of it elsewhere
                 continue
             try:
                 one.__exit__(type(error) if error is not None else None, error, None)
             except Exception as failure:
                 stopped = stopped or failure
+        self._consent(stopped or error)
         self._known.clear()
         if self._eager:
             self._eager = False
             internals.eager.drop()
         if stopped is not None:
             raise stopped
+
+    def _consent(self, error: BaseException | None) -> None:
+        """What all ranks say was first is the finding, also of a rank that has met none."""
+        session, self._session = self._session, None
+        if session is None:
+            return
+        if self.finding is not None and error is not None:
+            session.tell(self.finding, stopping=True)
+        if error is None or isinstance(error, Exception):  # else somebody wants the program to end now
+            self.finding = session.settle() or self.finding
+        if session.speaker is not None:
+            self.speaks = session.speaker == session.rank
+        else:  # nobody has a fault, or the ranks cannot talk any more
+            self.speaks = self.finding is not None or session.rank == 0
+        session.leave()
 
     # --- what is told -------------------------------------------------------------------------------
 
@@ -248,13 +268,15 @@ class Roots:
             self._refuse(module, name, f"{LIMIT} models are watched at a time, and there were more")
             return None
         try:
-            one = watch(module, **self._options)
+            self._session = self._session or open_session()
+            one = watch(module, **self._options, _ranks=False)
         except Exception as failure:  # whatever is odd about this model: the program must go on
             self._refuse(module, name, f"{type(failure).__name__}: {failure}")
             for half in [one for one in watcher._active if one.model is module]:
                 half.remove()
             return None
         one._attachment.calls.remove()  # of its calls it is told by us
+        one._among.share(self._session)
         for smaller in contained:
             self._end(smaller)
         setattr(one._hits, "keep", functools.partial(self._keep, name, one._hits.keep))  # noqa: B010  (a method, for mypy)
@@ -301,7 +323,7 @@ class Roots:
         for key, (part, owners) in list(self._known.items()):
             if one in owners:
                 self._known[key] = part, tuple(other for other in owners if other is not one)
-        one.remove()
+        one._take_off()
 
     def _told(self, one: Watch) -> Watched:
         return Watched(model=self._names[one], steps=one.step, calls=one._observer.roots)

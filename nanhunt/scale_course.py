@@ -40,6 +40,7 @@ class ScaleCourse:
         self._good = 0  # records since the start that were applied
         self._run: list[Step] = []  # a few of the steps skipped in a row, the first of them at least
         self._length = self._quiet = 0
+        self._owed = 0  # steps counted as skipped, by which a later record's scale will be lower
         self._from: float | None = None
         self._last = Step(step=None)  # that was skipped
         self._applied: Step | None = None  # the last step that was
@@ -60,7 +61,9 @@ class ScaleCourse:
         if not over:
             # A log has one line in a hundred steps: what was skipped in between shows in the scale.
             if before is not None and scale is not None and scale < before:
-                self.skipped += round(math.log2(before) - math.log2(scale))
+                self.skipped += max(round(math.log2(before) - math.log2(scale)) - self._owed, 0)
+            if scale is not None:
+                self._owed = 0
             self._good += 1
             # In a log a line may stand between two skipped steps and say nothing of its own.
             self._quiet += 1
@@ -82,8 +85,11 @@ class ScaleCourse:
         if step.worst is not None and len(self.by_name) < 1000:
             self.by_name[step.worst] = self.by_name.get(step.worst, 0) + 1
         after = _known(step.loss_scale_after)
+        lowered = before is not None and scale is not None and scale < before
         if after is not None:
             self._know(after)
+        elif not lowered:
+            self._owed += 1
         bottom = scale is not None and scale <= 1.0
         # Between two lines of a log other messages may stand: their number alone says nothing of steps in a row.
         if bottom or self._length >= (_LONE if self._good >= 20 else _SEARCH):
@@ -117,9 +123,8 @@ class ScaleCourse:
     def sentence(self) -> str | None:
         """What the scale did, in words; None where there is none."""
         if self.first is None or self.now is None:
-            return (
-                None if not self.skipped else f"{self.skipped} steps were skipped; the loss scale itself is not told."
-            )
+            many = "1 step was" if self.skipped == 1 else f"{self.skipped} steps were"
+            return f"{many} skipped; no loss scale is told." if self.skipped else None
         if not self.skipped and self.first == self.now == self.most:
             flat = f"The loss scale stood at {fmt(self.now)} throughout, and no step was skipped"
             return flat + (": nothing is scaled." if self.now == 1.0 else ".")
@@ -127,7 +132,7 @@ class ScaleCourse:
         if {self.least, self.most} - {self.first, self.now}:
             said += f" (between {fmt(self.least)} and {fmt(self.most)})"
         if not self.skipped:
-            return said + " without a skipped step."
+            return said + " without a skipped step, as it should."
         said += f"; {self.skipped} {'step was' if self.skipped == 1 else 'steps were'} skipped"
         if self.calibration:
             said += f", {self.calibration} of them at the start, while the scale was being found"
@@ -136,6 +141,8 @@ class ScaleCourse:
             if self.by_name:
                 worst = max(self.by_name, key=lambda name: self.by_name[name])
                 said += f", first in {worst}"
+        elif self.records >= 100 and self.skipped - self.calibration < self.records / 50:
+            said += ": now and then is as it should be, that is how the largest scale is found"
         return said + "."
 
     def _know(self, scale: float) -> None:

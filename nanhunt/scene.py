@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from . import batches, coarse, finding, frames, listing, outline, probe, sites
+from . import batches, coarse, finding, frames, listing, outline, probe, ranks, sites
 from .finding import Finding, TensorStats
 from .leaves import arguments, forward_parameters
 from .naming import type_name
@@ -29,9 +29,8 @@ _OFTEN = 3  # after so many absorbed births of one kind in one place, the full n
 class Scene:
     """Takes what a report needs at once: later the tensors are gone, or overwritten in place."""
 
-    def __init__(self, observer: Observer, judge: Judge, *, detail: str, rank: int | None) -> None:
-        self.observer, self.judge = observer, judge
-        self.detail, self.rank = detail, rank
+    def __init__(self, observer: Observer, judge: Judge, *, detail: str) -> None:
+        self.observer, self.judge, self.detail = observer, judge, detail
         self.step = 0
         self.eager = False  # a compiled model is run eagerly because of this watch
         self.optimizer: Any = None
@@ -83,6 +82,7 @@ class Scene:
         facts = origin.facts
         of = hand if isinstance(hand, Rec) else rec  # of a gradient, the record is of the tensor it belongs to
         facts["dtype"] = _dtype_name(of.dtype) if of is not None else None
+        facts["order"] = self.observer.seen - self.observer.seen_before
         facts["trail"] = list(self.observer.trail)
         facts["site"] = self._site(origin, tensor is not None)
         facts["autocast"] = _autocast(tensor)
@@ -103,6 +103,9 @@ class Scene:
             self.catch.born(origin, self.observer, hand)
         with torch.no_grad():
             facts["tensors"] = tuple(self._describe(origin, rec, tensor, module, hand)) or _light(origin, rec)
+        if origin.phase == "optimizer" and ranks.together() and coarse.spoilt(facts["tensors"]) is not None:
+            facts.setdefault("handed", f"the all-reduce of the gradient of {origin.tensor.rpartition(' of ')[2]}")
+            facts.setdefault("collective", {"dtype": facts["dtype"], "sent_absmax": facts.get("sent")})
 
     def _run_again(self, origin: Origin, call: Call) -> None:
         """Explain a birth on the spot: the culprit's own code once more, under the tracer."""
@@ -249,7 +252,7 @@ class Scene:
             phase=origin.phase,
             step=origin.step,
             call=call.nth if inside and call is not None else None,
-            rank=self.rank,
+            rank=ranks.rank(),
             module=call.path if inside and call is not None else None,
             module_type=call.type_name if inside and call is not None else None,
             op=None,
@@ -292,6 +295,7 @@ class Scene:
             "not_seen": sorted(self.observer.blind) or None,
             "reached": self._reached(origin),
         }
+        context |= self._among_ranks(origin)
         if origin.call is not None and self.observer.regions.hidden(origin.call):
             what = f"the modules inside {origin.call.path or 'the model'}: its code was compiled before the watch began"
             context["not_seen"] = [*(context["not_seen"] or ()), what]
@@ -303,6 +307,12 @@ class Scene:
                 "eagerly and names the op"
             )
         return context
+
+    def _among_ranks(self, origin: Origin) -> dict[str, Any]:
+        """Which rank this is, and what tells the first of many ranks; nothing where a process trains alone."""
+        place = ranks.place()
+        facts = {key: origin.facts.get(key) for key in ("order", "handed", "collective")} if place else {}
+        return {**place, **{key: value for key, value in facts.items() if value is not None}}
 
     def _reached(self, origin: Origin) -> tuple[str, ...] | None:
         """The modules that the value has come into, or out of, by now: from its birth to where it was noticed."""

@@ -34,6 +34,7 @@ class State:
         self._at_start: set[str] = set()  # names of what was bad when it was first looked at
         self._told: set[str] = set()
         self._fresh = self._last = self.looked = False
+        self._replaced = False  # a parameter is another object than when the model was read: fully_shard does that
         self.optimizer_ran = False  # in this step
         self._plans: dict[int, Moved] = {}  # by id of the optimizer
         self._updates: dict[int, tuple[int, int]] = {}  # id of an optimizer -> (id of its state, updates seen)
@@ -56,6 +57,9 @@ class State:
         self._look(self._names.parameters(), "parameter")
         self._look(self._buffers(), "buffer")
         self._fresh = self._last = False
+        if self._replaced:
+            self._replaced = False
+            self._judge.observer.renew()
 
     def look_at_buffers(self, call: Call) -> None:
         """Look at the buffers that a forward (its outermost call) has written."""
@@ -157,6 +161,8 @@ class State:
             if unchanged and (call is None or what == "parameter" or not self._uncounted(owner)):
                 continue
             written.append((name, owner, tensor, version))
+            if what == "parameter" and id(tensor) not in self._names.owners:
+                self._replaced = True
             if is_small(tensor) and name not in self._kinds:
                 small.append(tensor)
         calm = len(small) > 1 and not observer.deferring and not self._judge.alert
@@ -328,6 +334,7 @@ class State:
         origin = Origin("optimizer", None, kinds, label, owner=name.rpartition(".")[0])
         origin.facts["rates"] = rates
         origin.facts["together"] = grouped()
+        origin.facts["sent"] = judge.observer.arrivals.sizes.get(id(p))
         origin.facts["parameter"] = p if tensor is not None else None
         judge.confirm(judge.born(origin, rec, tensor, None, None), tensor)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ from .errors import UsageError
 
 # The identifiers of what can be wrong with a run; "none" is what a healthy one has.
 SYMPTOMS = ("loss_explosion", "vanishing_gradient", "nan_inf", "non_convergence", "metric_fluctuation")
+_TEXTS = {"worst", "batch", "autocast", "note"}  # a layer may be called "inf"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +84,9 @@ class Step:
 
     def bad(self) -> tuple[str, ...]:
         """What of it is NaN or Inf, by name: of the loss, its parts, the gradient norm and the weights."""
-        found = [name for name in ("loss", "grad_norm") if _bad(getattr(self, name))]
-        found += [name for name, value in self.losses.items() if _bad(value)]
+        found = [name for name, value in (("loss", self.loss), ("grad_norm", self.grad_norm)) if _bad(value)]
+        if self.losses:
+            found += [name for name, value in self.losses.items() if _bad(value)]
         if self.bad_weights:
             found.append("weights")
         return tuple(found)
@@ -106,13 +109,17 @@ class Step:
         known = {f.name for f in dataclasses.fields(cls)}
         if not isinstance(data, Mapping) or not set(data) <= known:
             raise UsageError("not a step that nanhunt wrote: it has unknown fields")
-        values = {name: number(value) for name, value in data.items()}
-        for name in ("lr", "dead", "dtypes", "state_dtypes"):
-            if name in values:
-                values[name] = tuple(map(number, values[name]))
-        for name in ("losses", "metrics"):
-            if name in values:
-                values[name] = {key: number(value) for key, value in values[name].items()}
+        values = {name: value if name in _TEXTS else number(value) for name, value in data.items()}
+        try:
+            for name in ("lr", "dead", "dtypes", "state_dtypes"):
+                if name in values:
+                    values[name] = tuple(map(number, values[name]) if name == "lr" else values[name])
+            for name in ("losses", "metrics"):
+                if name in values:
+                    values[name] = {key: number(value) for key, value in values[name].items()}
+        except (TypeError, AttributeError) as error:
+            raise UsageError(f"not a step that nanhunt wrote: {error}") from None
+        fits(cls, values)
         return cls(**{"step": None, **values})
 
 
@@ -168,6 +175,7 @@ class Symptom:
                     values[name] = Step.from_dict(values[name])
             for name in ("advice", "evidence"):
                 values[name] = tuple(values[name])
+            fits(cls, values)
             return cls(**values)
         except (TypeError, KeyError, ValueError) as error:
             raise UsageError(f"not a symptom that nanhunt wrote: {error}") from None
@@ -175,6 +183,47 @@ class Symptom:
 
 def _bad(value: float | None) -> bool:
     return value is not None and not math.isfinite(value)
+
+
+def fits(cls: type, values: Mapping[str, Any]) -> None:
+    """Refuses what was read for a record, where a field holds something else than the record says.
+
+    Raises:
+        UsageError: with the name of the first such field.
+    """
+    kinds = _kinds(cls)
+    for name, value in values.items():
+        if not kinds[name](value):
+            raise UsageError(
+                f"{name!r} of a {cls.__name__.lower()} is {str(value)[:40]!r}: nanhunt writes no such thing"
+            )
+
+
+@functools.cache
+def _kinds(cls: type) -> dict[str, Callable[[Any], bool]]:
+    return {f.name: _kind(str(f.type)) for f in dataclasses.fields(cls)}
+
+
+def _kind(annotation: str) -> Callable[[Any], bool]:
+    """Whether a value is what an annotation of a record's field says."""
+    if annotation.endswith(" | None"):
+        inner = _kind(annotation.removesuffix(" | None"))
+        return lambda value: value is None or inner(value)
+    if annotation.startswith("tuple["):
+        parts = [_kind(part) for part in annotation[6:-1].split(", ") if part != "..."]
+        if "..." in annotation:
+            return lambda value: isinstance(value, tuple) and all(map(parts[0], value))
+        return lambda value: isinstance(value, tuple) and len(value) == len(parts)
+    if annotation.startswith("Mapping["):
+        inner = _kind(annotation[8:-1].split(", ")[1])
+        return lambda value: isinstance(value, Mapping) and all(map(inner, value.values()))
+    if annotation == "bool":
+        return lambda value: isinstance(value, bool)
+    plainly: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float)}
+    kind = plainly.get(annotation)
+    if kind is None:  # another record, which was read already
+        return lambda value: dataclasses.is_dataclass(value) and type(value).__name__ == annotation
+    return lambda value: isinstance(value, kind) and not isinstance(value, bool)
 
 
 def plain(value: Any) -> Any:

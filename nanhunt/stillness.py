@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from statistics import median
 
 from .counsel import ADVICE
 from .headway import LOW, Headway
+from .levels import median
 from .numerics import fmt
 from .steps import Step, Symptom
 
@@ -23,14 +23,18 @@ class Stillness:
         self._told: set[str] = set()
         self._runs: dict[str, list[Step]] = {}  # form -> the first and the last record in which it held
         self._lengths: dict[str, int] = {}
+        self._holds = {form: getattr(self, f"_is_{form}") for form in _FORMS}
         self._norms: list[float] = []  # the first few
+        self._usual = math.nan  # the median of these
         self._products: deque[float] = deque(maxlen=8)
         self._way = Headway()
 
     def see(self, step: Step) -> list[Symptom]:
         """What this record makes certain."""
         self._note(step)
-        found = [symptom for form in _FORMS for symptom in self._held(form, step)]
+        sampled = step.update_ratio is not None or step.small_grads is not None or step.lost_updates is not None
+        forms = _FORMS if sampled or step.dead or step.faint is not None or step.frozen is not None else _EVERY_STEP
+        found = [symptom for form in forms for symptom in self._held(form, step)]
         if not found and not self._told and self._way.records in _LOOKS:
             found = [symptom for symptom in self._way.plateau() if symptom.confidence != "possible"]
             self._told.update(symptom.form for symptom in found)
@@ -48,18 +52,19 @@ class Stillness:
         norm = step.grad_norm
         if norm is not None and math.isfinite(norm) and norm > 0 and len(self._norms) < 8:
             self._norms.append(norm)
+            self._usual = median(self._norms)
 
     # --- forms -------------------------------------------------------------------------------------------
 
     def _held(self, form: str, step: Step) -> list[Symptom]:
         if form in self._told:
             return []
-        holds, counts = getattr(self, f"_is_{form}")(step)
+        holds, counts = self._holds[form](step)
         if not counts:
             return []
         if not holds:
-            self._runs.pop(form, None)
-            self._lengths.pop(form, None)
+            if form in self._runs:
+                del self._runs[form], self._lengths[form]
             return []
         run = self._runs.setdefault(form, [step, step])
         run[1] = step
@@ -94,7 +99,7 @@ class Stillness:
         norm = step.grad_norm
         if norm is None or len(self._norms) < 5 or step.skipped:
             return False, False
-        return norm < 1e-4 * median(self._norms) and not self._way.learned(), True
+        return norm < 1e-4 * self._usual and not self._way.learned(), True
 
     def _is_under_scaled(self, step: Step) -> tuple[bool, bool]:
         half = step.autocast == "float16" or "float16" in step.dtypes
@@ -221,7 +226,7 @@ class Stillness:
             "saturated",
             first,
             last,
-            f"The gradient norm fell from {fmt(median(self._norms))} to {fmt(last.grad_norm)} while the loss stands: "
+            f"The gradient norm fell from {fmt(self._usual)} to {fmt(last.grad_norm)} while the loss stands: "
             "the activations have saturated or died.",
             f"Gradient norm {fmt(first.grad_norm)} at {_at(first)}, {fmt(last.grad_norm)} at {_at(last)}.",
             self._way.sentence(),
@@ -379,6 +384,9 @@ _FORMS = {
     "tiny_updates": 3,
     "clipped_to_nothing": 20,
 }
+
+# Those that show in numbers which every record may have.
+_EVERY_STEP = ("no_gradient", "tiny", "saturated", "clipped_before_unscale", "no_lr", "clipped_to_nothing")
 
 
 def _at(step: Step) -> str:

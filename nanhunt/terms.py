@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from .errors import UsageError
+from .finding import Finding
 from .options import trained_with
 from .record import ON_SYMPTOM
 
 OPTIONS = ("every", "sample", "log", "ring", "on_symptom", "hold", "hunt")  # of a monitor, by name
+SPOILED = (
+    "The weights were already bad when the anomaly showed: only the past could tell what spoiled them (with hold=True "
+    "they stay good)"
+)
 _SHARDED = {"FullyShardedDataParallel", "FSDPModule"}
 
 
@@ -69,6 +75,28 @@ def number(name: str, value: Any) -> float:
         ) from None
 
 
+def numbered(step: Any) -> int | None:
+    """The step's number as it was handed to `Monitor.log`, or a `UsageError`."""
+    if step is None:
+        return None
+    value = number("step", step)
+    if not math.isfinite(value) or value != int(value):
+        raise UsageError(f"log(step={step!r}): give the number of the step, a whole one")
+    return int(value)
+
+
+def measured(metrics: Any, more: Mapping[str, Any]) -> dict[str, float]:
+    """Metrics by name; those that are None were not measured.
+
+    Raises:
+        UsageError: for something that is no number.
+    """
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise UsageError(f"log(metrics=...) takes a dict of numbers by name, got {type(metrics).__name__}")
+    known = {**(metrics or {}), **more}
+    return {str(name): number(str(name), value) for name, value in known.items() if value is not None}
+
+
 def logged(*, lr: Any, skipped: Any, batch: Any, **numbers: Any) -> dict[str, Any]:
     """The fields of a record that the program tells itself; those that it leaves out are None.
 
@@ -83,6 +111,16 @@ def logged(*, lr: Any, skipped: Any, batch: Any, **numbers: Any) -> dict[str, An
     if batch is not None:
         fields["batch"] = str(batch)
     return fields
+
+
+def remarks(said: Sequence[str], held: Sequence[int], findings: Sequence[Finding]) -> list[str]:
+    """Sentences for the page: what was said on the way, what was held back, what following it up has found."""
+    made = list(said)
+    if held:
+        some = ", ".join(map(str, held[:4])) + (" ..." if held[4:] else "")
+        made.append(f"Held back: the update of step {some}; the weights are as the step before left them")
+    made += [f"Followed up at step {found.step}: {found.title()}" for found in findings[:3]]
+    return [f"{text}." for text in made]
 
 
 def options_of(asked: Any) -> dict[str, Any]:

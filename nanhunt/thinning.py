@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from statistics import median
 
 from .course import Curve
+from .levels import median
 
 _STRETCHES = 400
 
@@ -35,8 +35,10 @@ class Thinning:
             self._open(at)
         self._count += 1
         if math.isfinite(value):
-            self._low[-1] = value if self._low[-1] != self._low[-1] else min(self._low[-1], value)
-            self._high[-1] = value if self._high[-1] != self._high[-1] else max(self._high[-1], value)
+            if not value >= self._low[-1]:  # NaN is none yet
+                self._low[-1] = value
+            if not value <= self._high[-1]:
+                self._high[-1] = value
             if len(self._some) < 64:
                 self._some.append(value)
         else:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from . import hooks, internals
+from . import frames, hooks, internals
+from .among import Among
 from .compiled import has_compiled
 from .errors import NonFiniteError, NonFiniteWarning, UsageError
 from .filing import Filing
@@ -23,13 +24,14 @@ from .judge import Judge
 from .naming import Names
 from .observer import Observer
 from .options import Options
-from .ranks import rank
 from .scene import Scene
 from .verdict import Origin
 
 if TYPE_CHECKING:
     from .monitoring import Monitor
     from .oplevel import OpLevel
+    from .profiler import Profiler
+    from .profiles import Profile
 
 
 _active: list[Watch] = []
@@ -39,8 +41,9 @@ class Watch:
     """A running watch: see `nanhunt.watch`, which makes it.
 
     Attributes:
-        finding: the first fault (a `Finding` whose `handled` is None), or None.
-        findings: everything that was recorded, faults and what was none, at most 100.
+        finding: the first fault (a `Finding` whose `handled` is None), or None. Among several ranks, once the watch
+            is over: the first fault of all of them, the same on each.
+        findings: everything that was recorded on this rank, faults and what was none, at most 100.
         step: the step that runs, from 0.
         seen: how many tensors were looked at.
         errors: failures of the watch itself; training went on, and they are told when it is removed.
@@ -78,29 +81,39 @@ class Watch:
             backward=options.backward,
             failed=self._failed,
         )
-        self._scene = Scene(self._observer, self._judge, detail=options.detail, rank=rank())
+        self._among = Among(self._observer, self._hits, own=options.ranks)
+        self._observer.obey, self._observer.renew = self._among.obey, self._renew
+        self._scene = Scene(self._observer, self._judge, detail=options.detail)
         self._scene.eager = self._stance is not None and has_compiled(model)
         self._scene.optimizer = self._optimizer
         self._judge.has_optimizer = self._optimizer is not None
         self._judge.observer, self._judge.scene = self._observer, self._scene
-        self._filing = Filing(options)
-        catch = self._scene.catch = self._filing.catch
-        if catch is not None and catch.target is not None:
-            catch.listen(self._observer)
+        self._filing = Filing(options, self._failed)
+        self._filing.join(self._scene, self._observer)
         self._ops: OpLevel | None = None
         if options.detail == "op":
             self._trace(names)
         self._observer.partial = bool(options.only or options.skip)
         if self._observer.partial:
             self._observer.blind.add("modules left out by only= or skip=: a value may come from one of them")
+        self._profiler: Profiler | None = None
+        if options.profile:
+            from .profiler import Profiler
+
+            self._profiler = Profiler(
+                model,
+                wanted=options.looked_at(model),
+                every=options.every,
+                backward=options.backward,
+                failed=self._failed,
+            )
         self._attach()
 
     def _trace(self, names: Names) -> None:
         """Run a tracer beside the hooks; nothing that the watch itself does with tensors is traced."""
         from .oplevel import OpLevel
 
-        keep = self._filing.catch.op if self._filing.catch is not None else None
-        ops = OpLevel(names, self._observer.calls.current, self._host_read, keep)
+        ops = OpLevel(names, self._observer.calls.current, self._host_read, self._filing.keep)
         observer = self._observer
         for name in ("on_pre", "on_post", "on_gradient"):
             setattr(observer, name, ops.hidden(getattr(observer, name)))
@@ -116,7 +129,7 @@ class Watch:
 
     @property
     def finding(self) -> Finding | None:
-        return self._hits.first
+        return self._among.verdict or self._hits.first
 
     @property
     def findings(self) -> list[Finding]:
@@ -137,11 +150,18 @@ class Watch:
         self._guarded(self._observer.drain)
         return self._observer.ranges()
 
+    @property
+    def profile(self) -> Profile | None:
+        """Where the numbers of the steps so far lay; None without `profile=True`. While steps run, it is read anew."""
+        return self._profiler.record() if self._profiler is not None else None
+
     # --- life -------------------------------------------------------------------------------------
 
     def _attach(self) -> None:
         self._attachment = hooks.Attachment(self, self._observer)
         self._observer.attach(self._attachment)
+        if self._profiler is not None:
+            self._profiler.open()
         _active.append(self)
         if self._stance is None:
             self._observer.regions.view.open()
@@ -164,13 +184,20 @@ class Watch:
     ) -> None:
         if self._closed:
             return
+        instead: NonFiniteError | None = None
         try:
             if error is None:
                 self._guarded(self._last_look)
+                instead = self._among.settle(None)
             else:
-                self._died(error)
+                instead = self._died(error)
+        except NonFiniteError as stop:  # of the last look
+            self._among.settle(stop)
+            raise
         finally:
-            self.remove()
+            self._take_off()
+        if instead is not None:
+            raise instead from error
 
     def _last_look(self) -> None:
         self._judge.leaving()
@@ -178,16 +205,27 @@ class Watch:
         self._judge.end_step()
 
     def remove(self) -> None:
-        """Take every hook off. What was found stays; the watch cannot be entered again."""
+        """Take every hook off. What was found stays; the watch cannot be entered again.
+
+        Among several ranks, with a fault on any of them, it waits for the others to say what they have found.
+        """
+        if not self._closed:
+            self._among.settle(None)
+            self._take_off()
+
+    def _take_off(self) -> None:
         if self._closed:
             return
         self._closed = True
+        self._among.leave()
         self._observer.on = False
         if self._ops is not None:
             self._ops.leave()
             self.errors += [RuntimeError(text) for text in self._ops.all_failures()]
         with internals.unseen_by_modes() if internals.foreign_modes() else nullcontext():
             self._attachment.remove()
+        if self._profiler is not None:
+            self._guarded_close(self._profiler)
         self._observer.forget()
         self._judge.state.forget()
         self._filing.end_step()
@@ -204,7 +242,7 @@ class Watch:
                 "compiled before the watch began, or another model trained? For a compiled step use "
                 'nanhunt.watch(model, compiled="retrace"), or compiled="eager" to run it eagerly.',
                 NonFiniteWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
         if self.errors:
             first = self.errors[0]
@@ -212,8 +250,14 @@ class Watch:
                 f"nanhunt could not look at everything: {len(self.errors)} internal error(s), the first "
                 f"{type(first).__name__}: {first}. Training was not touched. Please report it.",
                 NonFiniteWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
+
+    def _guarded_close(self, profiler: Profiler) -> None:
+        try:
+            profiler.close()
+        except Exception as failure:  # a device that has died
+            self._failed(failure)
 
     # --- for hunt ---------------------------------------------------------------------------------
 
@@ -244,10 +288,12 @@ class Watch:
         """True when the model was trained and yet none of its calls passed a hook."""
         return self._observer.roots == 0 and (self.step > 0 or self._judge.stepped_back)
 
-    def _died(self, error: BaseException) -> None:
+    def _died(self, error: BaseException) -> NonFiniteError | None:
         """The program left by an exception: if a bad value was on its way, the exception should say so."""
-        if isinstance(error, NonFiniteError) or not isinstance(error, Exception):
-            return
+        if not isinstance(error, Exception):
+            return None
+        if isinstance(error, NonFiniteError):
+            return self._among.settle(error)
         try:
             self._guarded(self._observer.drain)
         except NonFiniteError:
@@ -259,19 +305,24 @@ class Watch:
             if suspect is not None:
                 suspect.step = self.step
                 suspect.settled = True
-                self._hits.keep(self._with_capsule(self._scene.finding(suspect), suspect))
-        if self.finding is not None:
+                self._hits.keep(self._filing.filed(self._scene.finding(suspect), suspect))
+        instead = self._among.settle(error)
+        if instead is None and self.finding is not None:
             error.nanhunt_finding = self.finding  # type: ignore[attr-defined]
             if sys.version_info >= (3, 11):
                 error.add_note("nanhunt: " + str(self.finding))
+        return instead
 
     # --- what the hooks call ------------------------------------------------------------------------
 
     def on_backward_begin(self, roots: tuple[Any, ...], create_graph: bool) -> None:
-        self._guarded(self._judge.backward_begins, roots, create_graph)
+        if self._observer.halt is not None:
+            self._among.obey()
+        if not frames.rehearsed():
+            self._guarded(self._judge.backward_begins, roots, create_graph)
 
     def on_backward_end(self, given: tuple[Any, ...], grads: Any, ok: bool) -> None:
-        if ok:
+        if ok and not frames.rehearsed():
             self._guarded(self._judge.backward_ends, given, grads)
 
     def on_optimizer(self, optimizer: torch.optim.Optimizer, after: bool, closure: bool) -> None:
@@ -309,6 +360,8 @@ class Watch:
             self.errors.append(failure)
 
     def _optimizer_event(self, optimizer: torch.optim.Optimizer, after: bool, closure: bool) -> None:
+        if self._observer.halt is not None:
+            self._among.obey()
         if optimizer is not self._optimizer and not self._judge.state.concerns(optimizer):
             return
         self._scene.optimizer = optimizer
@@ -335,22 +388,32 @@ class Watch:
         self._filing.end_step()
         if self._ops is not None:
             self._ops.tracer.end_step()
+        if self._profiler is not None:
+            self._profiler.end_step()
         self.step += 1
         self._scene.step = self.step
         self._select()
 
     def _select(self) -> None:
+        if self._among.join():
+            self._attachment.collectives(self._observer.collectives)
         steps, every = self._options.steps, self._options.every
         inside = steps is None or steps[0] <= self.step < steps[1]
         on = inside and self.step % every == 0
         if on and not self._observer.on and self.step:
-            self._observer.names.refresh()
-            self._hook_parameters()
+            self._renew()
             self._judge.fresh = True
         self._observer.on = on
+        if self._profiler is not None:
+            self._profiler.look(on)
         self._observer.regions.view.look(on)
         if self._ops is not None and not self._observer.hidden:
             self._follow()
+
+    def _renew(self) -> None:
+        """Read the model again: parameters and modules may have been replaced since."""
+        self._observer.names.refresh()
+        self._hook_parameters()
 
     def _follow(self) -> None:
         """Have the op level trace this step, or not."""
@@ -364,16 +427,11 @@ class Watch:
 
     def _hit(self, origin: Origin) -> None:
         if self._hits.counts(origin):
-            self._hits.act(self._with_capsule(self._scene.finding(origin), origin))
+            finding = self._scene.finding(origin)
+            self._among.tell(finding)
+            self._hits.act(self._filing.filed(finding, origin))
         else:
             origin.facts["handled"] = "allowed"
-
-    def _with_capsule(self, finding: Finding, origin: Origin) -> Finding:
-        try:
-            return self._filing.filed(finding, origin)
-        except Exception as failure:
-            self._failed(failure)
-        return finding
 
     def _cleared(self, origin: Origin, why: str) -> None:
         self._filing.forget(origin)

@@ -31,8 +31,12 @@ class Nothing(Watch):
 
     def __init__(self, model: nn.Module, options: Options) -> None:
         self._model, self._hits = weakref.ref(model), Hits(options, list)
-        self.errors, self.step = [], 0
-        self._filing = Filing(options)
+        self.errors, self.step, self._profiler = [], 0, None
+        self._filing = Filing(options, self.errors.append)
+
+    @property
+    def finding(self) -> None:
+        return None
 
     def __enter__(self) -> Watch:
         return self
@@ -74,7 +78,9 @@ def watch(
     slim: bool = False,
     ring: int = 0,
     monitor: Any = False,
+    profile: bool = False,
     _defer: bool = False,
+    _ranks: bool = True,
     _catch: Catch | None = None,
 ) -> Watch:
     """Watch every module of `model`, forward and backward, and name what makes the first NaN or Inf.
@@ -86,7 +92,9 @@ def watch(
         model: the module that is trained or served; wrappers (DDP, FSDP) may be on it.
         optimizer, scaler: a `torch.optim.Optimizer` and a `torch.amp.GradScaler`; found as they are
             used when not given.
-        on_hit: `"raise"` (`NonFiniteError`), `"warn"`, `"record"`, or a callable that gets the `Finding`.
+        on_hit: `"raise"` (`NonFiniteError`), `"warn"`, `"record"`, or a callable that gets the `Finding`. Of several
+            ranks that train together, all raise when one does, with its finding; so are all callables called
+            when one has raised. With `"warn"` and `"record"` all go on.
         stop: `"confirmed"` waits, within the step, until the bad value has reached the model's output,
             the loss, a gradient, a parameter, a buffer or the optimizer's state; `"first"` stops at the birth.
         detail: `"module"`, `"op"` or `"auto"`.
@@ -113,6 +121,8 @@ def watch(
             for one copy of its batch, on its own device.
         monitor: True, a file for the record, or a dict with options of `nanhunt.Monitor`: also record every step in
             a few numbers, and what they say of the run. It is the watch's `monitor`.
+        profile: True to count where all numbers of the watched steps lie, for `Watch.profile`; see
+            `nanhunt.profile`, also for what it costs. `every` and `steps` say which steps.
 
     Raises:
         UsageError: for something that is not a module, an option that does not exist, a model that was compiled
@@ -139,7 +149,9 @@ def watch(
         max_mb=max_mb,
         slim=slim,
         ring=ring,
+        profile=profile,
         defer=_defer,
+        ranks=_ranks,
         catch=_catch,
     )
     recorded = None if monitor is False else options_of(monitor)

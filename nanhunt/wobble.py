@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from statistics import mean, median
+from statistics import mean
 
 from .counsel import ADVICE
-from .levels import noise
+from .levels import median, noise
 from .numerics import fmt
 from .steps import Step, Symptom
 
@@ -19,6 +19,8 @@ _KEPT = 64
 _SHARE, _SHARE_OF_CHURN = 0.1, 0.05
 _LOUDER = 2.5  # times the jumps before the learning rate was raised
 _NOT_VALIDATION = re.compile(r"reward|return|episode|speed|time|memory|per_second|runtime|throughput", re.IGNORECASE)
+_HITS = re.compile(r"acc|map|iou|f1|auc|bleu|rouge|dice|prec|recall|ndcg|mrr|top.?[15]|\bem\b|exact", re.IGNORECASE)
+_FEW = 0.1  # of such a metric, between 0 and 1, below which a jump by a part of itself is a jump by nearly nothing
 
 
 class Wobble:
@@ -61,6 +63,8 @@ class Wobble:
         jumps = [b - a for a, b in itertools.pairwise(values)]
         size = mean(abs(jump) for jump in jumps)
         level = median(abs(value) for value in values)
+        if level < _FEW and max(values) <= 1.0 and _HITS.search(name):
+            level = _FEW if max(values) > 0.0 else 0.0
         third = max(len(values) // 3, 2)
         trend = abs(median(values[-third:]) - median(values[:third]))
         spread = noise(values)
@@ -70,6 +74,7 @@ class Wobble:
             and size > (_SHARE_OF_CHURN if churns else _SHARE) * level
             and turns >= 1 / 3
             and trend <= 1.5 * spread
+            and abs(values[-1] - values[0]) <= 0.5 * size * len(jumps)  # one way, all at once, is no fluctuation
         ):
             why = (
                 "the loss scale backs off often, and each time a step is lost"

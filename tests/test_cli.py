@@ -241,6 +241,8 @@ def test_the_help_teaches_the_commands_and_the_three_lines() -> None:
     assert (shown.returncode, shown.stderr) == (0, "")
     for line in ("import nanhunt", "with nanhunt.watch(model):", "NANHUNT=0", "python -m nanhunt demo", "torchrun"):
         assert line in shown.stdout
+    for command in cli.COMMANDS:
+        assert f"\n       nanhunt {command} " in shown.stdout and f"\n  python -m nanhunt {command}" in shown.stdout
     for option in (
         "--detail",
         "--on-hit",

@@ -466,3 +466,151 @@ def test_no_record_whatever_it_holds_breaks_the_diagnosis(records: list[Step], t
     assert json.loads(course.to_json()) == json.loads(Course.from_dict(json.loads(course.to_json())).to_json())
     for symptom in course.symptoms:
         assert isinstance(symptom, Symptom) and symptom.cause and symptom.advice
+
+
+# --- shapes that were taken for something else
+
+
+def _shape(losses: Sequence[float], norms: Sequence[float] | None = None) -> Diagnosis:
+    """The diagnosis of a run with these losses, and gradient norms where they are given."""
+    diagnosis = Diagnosis()
+    for i, loss in enumerate(losses):
+        diagnosis.see(Step(step=i, loss=loss, grad_norm=None if norms is None else norms[i]))
+    diagnosis.end()
+    return diagnosis
+
+
+def test_a_loss_that_jumps_above_its_beginning_has_exploded_though_the_gradient_is_smaller() -> None:
+    """Where it only falls back to chance, the units have died, which is another symptom."""
+    rng = random.Random(0)
+    for top, want in ((7.8, "loss_explosion"), (6.9, "none")):
+        losses = [2 + 5 * math.exp(-i / 60) if i < 300 else top for i in range(400)]
+        noisy = [loss + rng.gauss(0, 0.05) for loss in losses]
+        norms = [0.5 if i < 300 else 0.05 for i in range(400)]
+        told = _shape(noisy, norms).symptoms
+        assert [symptom.name for symptom in told][:1] == ([want] if want != "none" else [])
+        assert want == "none" or told[0].step in range(299, 304)
+
+
+def test_an_explosion_that_is_told_late_began_where_the_loss_left_its_level() -> None:
+    """Not where it had a tenth of its height: of growth by a fifth a step that is long after."""
+    rng = random.Random(0)
+    losses = [-100 * (1 - math.exp(-i / 100)) + rng.gauss(0, 1) for i in range(500)]
+    losses += [-100 + 3 * 1.2**i for i in range(60)]
+    told = _shape(losses).symptoms
+    assert told[0].name == "loss_explosion" and told[0].step in range(490, 516)
+
+
+def test_a_surrogate_loss_may_rise_while_a_reward_is_made_large() -> None:
+    """Of GRPO and PPO; without the reward the same loss is one that rises slowly."""
+    rng = random.Random(0)
+    for metrics, want in (({"reward": 0.5}, "none"), ({}, "loss_explosion")):
+        diagnosis = Diagnosis()
+        for i in range(400):
+            loss = abs(rng.gauss(0, 3e-4)) + i * 1e-5
+            diagnosis.see(Step(step=i, loss=loss, grad_norm=0.3, metrics=metrics))
+        diagnosis.end()
+        assert [symptom.name for symptom in diagnosis.symptoms] == ([want] if want != "none" else [])
+
+
+def test_a_loss_that_stands_at_chance_is_told_from_few_records_far_apart() -> None:
+    """30 lines over 60,000 steps; and the page says what chance is. As many steps in a row are too few."""
+    rng = random.Random(0)
+    for apart, want in ((2000, "non_convergence"), (1, "none")):
+        diagnosis = Diagnosis()
+        for i in range(30):
+            diagnosis.see(Step(step=i * apart, loss=math.log(10) + rng.gauss(0, 0.002)))
+        diagnosis.end()
+        course = diagnosis.course(source="run.log", format="live")
+        assert course.symptom == want
+        assert want == "none" or "guessing among 10 classes" in (course.cause or "")
+
+
+def test_an_accuracy_of_nearly_nothing_does_not_fluctuate() -> None:
+    """A jump from 0.9% to 1.1% is no jump, before anything is learned; one from 20% to 80% is."""
+    rng = random.Random(0)
+    for values, want in (([0.009, 0.011, 0.007, 0.012], "none"), ([0.2, 0.8, 0.3, 0.7], "metric_fluctuation")):
+        diagnosis = Diagnosis()
+        for i in range(400):
+            metrics = {"val_acc": rng.choice(values)} if i % 10 == 0 else {}
+            diagnosis.see(Step(step=i, loss=3 * math.exp(-i / 50), metrics=metrics))
+        diagnosis.end()
+        assert [symptom.name for symptom in diagnosis.symptoms] == ([want] if want != "none" else [])
+
+
+def test_a_metric_that_leaps_once_and_stays_does_not_fluctuate() -> None:
+    """As where a model that had learned by heart begins to generalise."""
+    rng = random.Random(0)
+    diagnosis = Diagnosis()
+    for i in range(1000):
+        value = 0.01 + 0.98 / (1 + math.exp(-(i - 700) / 20)) + rng.gauss(0, 0.002)
+        diagnosis.see(Step(step=i, loss=3 * math.exp(-i / 50), metrics={"val_acc": value} if i % 10 == 0 else {}))
+    diagnosis.end()
+    assert diagnosis.symptoms == []
+
+
+def test_a_nan_that_has_passed_is_told_so() -> None:
+    """The update was held back, or one batch was bad: what to do is to look at that batch."""
+    losses = [2.0 - 0.01 * i if i != 30 else math.nan for i in range(60)]
+    diagnosis = _shape(losses)
+    course = diagnosis.course(source="run.log", format="live")
+    assert course.first_bad_step == 30 and "All is finite again from step 31 on" in (course.cause or "")
+    assert course.advice[0].startswith("Look at that batch")
+    stays = _shape([2.0 - 0.01 * i if i < 30 else math.nan for i in range(60)])
+    assert "finite again" not in (stays.course(source="run.log", format="live").cause or "")
+
+
+# --- records from elsewhere
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"source": 5},
+        {"steps": ["a", "b"], "records": "many"},
+        {"marks": [["here", 5]]},
+        {"remarks": [3]},
+        {"curves": {"loss": {"at": ["x"], "low": [1.0], "mid": [1.0], "high": [1.0], "bad": [0]}}},
+        {"curves": {"loss": None}},
+        {"scale": 7},
+        {"understood": [1]},
+    ],
+    ids=lambda wrong: ",".join(wrong),
+)
+def test_a_course_of_wrong_types_is_refused_when_it_is_read(wrong: dict[str, object]) -> None:
+    """Not later, in a page."""
+    data = json.loads(diagnosed(steps([2.0, 1.5, NAN, NAN])).to_json())
+    assert Course.from_dict(data).symptom == "nan_inf"
+    with pytest.raises(UsageError, match="course"):
+        Course.from_dict({**data, **wrong})
+    data["symptoms"][0]["advice"] = [1]
+    with pytest.raises(UsageError, match="symptom"):
+        Course.from_dict(data)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"loss": "high"}, {"metrics": {"acc": "x"}}, {"lr": ["a"]}, {"lr": 3}, {"step": 1.5}, {"losses": [1]}],
+    ids=str,
+)
+def test_a_step_of_wrong_types_is_refused_when_it_is_read(wrong: dict[str, object]) -> None:
+    """A torn or edited line of a record is left out, and does not stop the diagnosis of the rest."""
+    assert Step.from_dict({"step": 1, "loss": "nan", "lr": [0.1]}).bad() == ("loss",)
+    with pytest.raises(UsageError, match="step"):
+        Step.from_dict({"step": 1, **wrong})
+
+
+def test_what_the_scale_did_is_put_into_words() -> None:
+    """Growth, a step lost now and then, and a scale that falls are different things."""
+    grown = [2.0**10 * 2 ** (i // 100) for i in range(400)]
+    course = diagnosed(steps([2.0] * 400, norms=[1.0] * 400, scales=grown))
+    assert course.scale == "The loss scale went from 1 024 to 8 192 without a skipped step, as it should."
+    rare = Diagnosis()
+    for i in range(400):
+        lost = i in (100, 300)
+        scale = 2.0**16 if i <= 100 else 2.0**15
+        rare.see(Step(step=i, loss=2.0, grad_norm=INF if lost else 1.0, loss_scale=scale, skipped=lost))
+    rare.end()
+    assert rare.symptoms == [] and (rare.scale or "").endswith(
+        "2 steps were skipped: now and then is as it should be, that is how the largest scale is found."
+    )

@@ -100,6 +100,8 @@ def test_the_record_tells_that_it_was_held() -> None:
     assert monitor.held == [1]
     assert [step.skipped for step in monitor.steps] == [None, True, None]
     held = monitor.steps[1]
+    said = monitor.course().remarks
+    assert "Held back: the update of step 1; the weights are as the step before left them." in said
     assert held.bad_weights == 0 and "held the update back" in (held.note or "") and held.worst is not None
     assert held.update_ratio is None and held.lost_updates is None
 
@@ -124,6 +126,7 @@ def test_weights_that_are_already_bad_are_not_held() -> None:
     with Monitor(model, optimizer, hold=True, on_symptom="record") as monitor:
         _train(model, optimizer, [GOOD])
     assert monitor.held == [] and "already bad" in (monitor.steps[0].note or "")
+    assert not any("Held back" in remark for remark in monitor.course().remarks)
 
 
 def test_a_grad_scaler_needs_no_holding() -> None:
@@ -269,7 +272,9 @@ def test_an_anomaly_that_was_not_held_opens_the_watch(defer: bool) -> None:
     assert finding is not None and not monitor.errors
     assert finding.phase == "state" and 5 <= (finding.step or 0) <= 8
     assert "already bad" in finding.context["weights"]
-    assert any("only the past could tell" in remark for remark in monitor.course().remarks)
+    remarks = monitor.course().remarks
+    assert any("only the past could tell" in remark for remark in remarks)
+    assert f"Followed up at step {finding.step}: {finding.title()}." in remarks
     assert max(train.hooks[:4]) == 0 and max(train.hooks) > 0 and train.hooks[-1] == 0
 
 

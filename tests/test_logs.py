@@ -125,6 +125,67 @@ SAMPLES: dict[str, tuple[str, list[dict[str, Any]]]] = {
             {"step": 29, "loss": 2.0, "lr": [0.001]},
         ],
     ),
+    "decimal commas": (
+        "Schritt 1: Loss = 2,7180, Lernrate = 0,001\nSchritt 2: Loss = 0,639\nSchritt 3: Loss = 1,234, gnorm: 0,5\n",
+        [{"step": 1, "loss": 2.718}, {"step": 2, "loss": 0.639}, {"step": 3, "loss": 1.234, "grad_norm": 0.5}],
+    ),
+    "commas that part thousands, or values": (
+        "step 1: loss = 1,234\nstep 2: loss = 2,345, lr = [1, 2]\nstep 3,loss 7\n",
+        [{"step": 1, "loss": 1234.0}, {"step": 2, "loss": 2345.0, "lr": [1.0, 2.0]}, {"step": 3, "loss": 7.0}],
+    ),
+    "Marian": (
+        "[2021-03-01 12:00:00] Ep. 1 : Up. 1000 : Sen. 50,000 : Cost 10.5 * 1,234,567 @ 2,345 after 12,345,678 : Time 33.1s : 31231.02 words/s : gNorm 1.25 : L.r. 3.0000e-04\n"
+        "[2021-03-01 12:00:09] Ep. 1 : Up. 2000 : Sen. 100,000 : Cost nan * 1,234,567 @ 2,345 after 12,345,678 : Time 33.1s : 31231.02 words/s : gNorm nan : L.r. 3.0000e-04\n",
+        [
+            {"step": 1000, "loss": 10.5, "grad_norm": 1.25, "lr": [0.0003]},
+            {"step": 2000, "loss": NAN, "grad_norm": NAN, "lr": [0.0003]},
+        ],
+    ),
+    "boosters": (
+        "[10]\ttraining's binary_logloss: 0.5\tvalid_1's binary_logloss: 0.625\n"
+        "[20]\ttraining's binary_logloss: 0.25\tvalid_1's binary_logloss: 0.5\n",
+        [
+            {"step": 10, "loss": 0.5, "metrics": {"valid_1 binary_logloss": 0.625}},
+            {"step": 20, "loss": 0.25, "metrics": {"valid_1 binary_logloss": 0.5}},
+        ],
+    ),
+    "stable-baselines, a quantity on each line": (
+        "".join(
+            "-----------------------------------------\n| rollout/                |             |\n"
+            f"|    ep_rew_mean          | {20 + i}          |\n| time/                   |             |\n"
+            f"|    iterations           | {i}           |\n| train/                  |             |\n"
+            "|    approx_kl            | 0.0123      |\n|    entropy_loss         | -0.5        |\n"
+            "|    learning_rate        | 0.0003      |\n|    loss                 | 12.5        |\n"
+            "|    policy_gradient_loss | -0.25       |\n|    value_loss           | 40.5        |\n"
+            "-----------------------------------------\n"
+            for i in (1, 2, 3)
+        ),
+        [
+            {
+                "step": i,
+                "loss": 12.5,
+                "lr": [0.0003],
+                "losses": {"entropy_loss": -0.5, "policy_gradient_loss": -0.25, "value_loss": 40.5},
+            }
+            for i in (1, 2, 3)
+        ],
+    ),
+    "wide signs, and Chinese words": (
+        "step：100，loss：2.5，学习率：0.001\n步数: 200, 训练损失: 2.25，验证损失：nan\n",  # noqa: RUF001
+        [
+            {"step": 100, "loss": 2.5, "lr": [0.001]},
+            {"step": 200, "loss": 2.25, "metrics": {"val loss": NAN}},
+        ],
+    ),
+    "a loss that is printed as it is": (
+        "tensor(0.5000, grad_fn=<NllLossBackward0>)\ntensor(4.1e+04, device='cuda:0', grad_fn=<MseLossBackward0>)\n"
+        "tensor(nan, device='cuda:0', grad_fn=<MseLossBackward0>)\n",
+        [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 41000.0}, {"step": 3, "loss": NAN}],
+    ),
+    "a reward beside the loss": (
+        "{'loss': 0.001, 'grad_norm': 0.5, 'reward': 1.5, 'reward_std': 0.25, 'kl': 0.01, 'epoch': 0.1}\n",
+        [{"step": 1, "loss": 0.001, "grad_norm": 0.5, "metrics": {"reward": 1.5}}],
+    ),
     "a notebook's table": (
         "Step\tTraining Loss\tValidation Loss\n500\t2.31\t2.4\n1000\t1.9\tNo log\n1500\t0.000000\tnan\n",
         [

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -216,6 +217,24 @@ def test_two_optimizers_with_backwards_of_their_own_are_two_steps() -> None:
                 _loss(model, _batch(i)).backward()
                 optimizer.step()
     assert [step.lr for step in monitor.steps] == [(0.1,), (0.01,)] * 2
+
+
+def test_backwards_whose_gradients_are_thrown_away_are_no_part_of_a_step() -> None:
+    """A GAN's generator goes back through the discriminator, whose gradients are then dropped."""
+    maker, judge = nn.Linear(3, 6), _model()
+    one, two = torch.optim.SGD(maker.parameters(), 0.1), torch.optim.SGD(judge.parameters(), 0.1)
+    losses = []
+    with Monitor(judge, two) as monitor:
+        for i in range(4):
+            two.zero_grad()
+            loss = _loss(judge, _batch(i))
+            loss.backward()
+            losses.append(float(loss.detach()))
+            two.step()
+            one.zero_grad()
+            (1000 * judge(maker(torch.ones(2, 3))).square().mean()).backward()
+            one.step()
+    assert [step.loss for step in monitor.steps][:4] == pytest.approx(losses)
 
 
 def test_lbfgs_is_a_step_with_the_loss_it_began_with() -> None:
@@ -652,6 +671,17 @@ def test_metrics_after_the_record_was_read_are_a_record_of_their_own() -> None:
     assert [(step.step, dict(step.metrics)) for step in monitor.steps] == [(0, {}), (1, {}), (1, {"accuracy": 0.5})]
 
 
+def test_what_is_not_known_is_not_logged() -> None:
+    """A metric that is None was not measured, and a call that tells nothing is no record."""
+    with Monitor(nn.Linear(1, 1)) as monitor:
+        monitor.log()
+        monitor.log(accuracy=None, metrics={"bleu": None})
+        assert monitor.steps == ()
+        monitor.log(step=np.int64(7), loss=1.0, accuracy=None, note=5)  # type: ignore[arg-type]
+    (step,) = monitor.steps
+    assert (step.step, step.loss, step.metrics, step.note) == (7, 1.0, {}, "5") and type(step.step) is int
+
+
 def test_a_loop_that_only_logs() -> None:
     """Nothing of torch's is used: each loss is a step, and the symptoms come from what is told."""
     monitor = Monitor(nn.Linear(1, 1), on_symptom="record")
@@ -895,9 +925,15 @@ def test_bad_options_are_refused_in_words(wrong: dict[str, Any], says: str) -> N
 def test_what_is_logged_must_be_a_number() -> None:
     """A tensor of many, or a text, is refused with its name; a removed monitor takes nothing."""
     with Monitor(nn.Linear(1, 1)) as monitor:
-        for wrong in (torch.ones(2), "high", None):
+        for wrong in (torch.ones(2), "high", [1.0]):
             with pytest.raises(UsageError, match=r"log\(accuracy=...\) takes a number"):
                 monitor.log(accuracy=wrong)
+        for step in (1.5, math.nan):
+            with pytest.raises(UsageError, match=r"give the number of the step, a whole one"):
+                monitor.log(step=step, loss=1.0)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match=r"log\(metrics=...\) takes a dict"):
+            monitor.log(metrics=[0.5])  # type: ignore[arg-type]
+        assert monitor.steps == ()
     with pytest.raises(UsageError, match="was removed"):
         monitor.log(loss=1.0)
     with pytest.raises(UsageError, match="was removed"), monitor:

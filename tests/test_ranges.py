@@ -235,6 +235,25 @@ def test_a_meter_measures_what_hooks_of_torch_see() -> None:
     assert all(math.isfinite(row.output or 0.0) for row in measured.values())
 
 
+def test_gradients_are_told_without_the_loss_scale() -> None:
+    plain, scaled = _net(), _net()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = torch.optim.SGD(scaled.parameters(), 0.0)
+    with Meter(plain) as bare:
+        _step(plain)
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+    with Meter(scaled) as meter:
+        scaler.scale(scaled(x).square().sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    with Meter(plain) as expected:
+        plain(x).square().sum().backward()
+    assert [row.gradient for row in meter.ranges()] == [row.gradient for row in expected.ranges()]
+    with Meter(scaled) as later:  # no scale is left on a loss that none was put on
+        _step(scaled)
+    assert [row.gradient for row in later.ranges()] == [row.gradient for row in bare.ranges()]
+
+
 def test_measuring_changes_no_gradient_and_leaves_nothing_behind() -> None:
     net, before = _net(), (list(torch_module._global_forward_hooks), torch.autograd._engine_run_backward)
     plain = _step(net)

@@ -56,7 +56,8 @@ class Span:
         options: those of `nanhunt.watch`; `every` is of the trainer's steps too.
 
     Attributes:
-        finding: the first fault, its `step` being the trainer's, or None.
+        finding: the first fault, its `step` being the trainer's, or None; among several ranks, once the watch is off,
+            the first of them all.
         findings: all that was recorded since `open`, faults and what was none, at most 100.
         struck: True when the step that runs, or has just ended, has had a fault.
         inside: True when that step is one of those asked for.
@@ -178,6 +179,9 @@ class Span:
                 running.__exit__(type(error), error, error.__traceback__)
         finally:
             self._gather()
+            verdict = running._among.verdict and self._of_trainer(running._among.verdict)
+            if verdict is not None and (self.finding is None or (self.finding.step or 0) >= (verdict.step or 0)):
+                self.finding = verdict
             if error is not None:
                 self._correct(error)
             self._watch = None

@@ -119,12 +119,18 @@ class Lane:
         if self.context is not None:
             number, self.context = self.context, None
             return number, "context"
-        lone = self.source == "context" and self.count <= 1  # "resuming from step 500" numbers no records
+        # "resuming from step 500" numbers no records; a block of lines, one quantity on each, has one number.
+        lone = self.source == "context" and self.count <= 1 and not self._in_block(entry)
         if self.numbered and self.source != "epoch" and self.last is not None and not self.counting and not lone:
             return self.last, "last"
         if epoch is not None and not self.counting:
             return epoch, "epoch"
         return self.count + 1, "count"
+
+    def _in_block(self, entry: Entry) -> bool:
+        """The line stands close behind the pending record, and says what that one does not."""
+        pending = self.pending
+        return pending is not None and (entry.line or 0) - (pending.line or 0) <= 12 and apart(pending, entry)
 
     def _lapped(self, raw: int, before: int | None, total: int | None = None, same: bool = False) -> int:
         """A number that begins anew with each epoch goes on instead."""

@@ -58,7 +58,7 @@ _EVALUATED = set(  # metrics that are measured on a validation set, whatever the
 )
 _SCORES = set(
     "acc accuracy acc1 acc5 top1 top5 acc@1 acc@5 prec@1 prec@5 ap iou f1 em recall precision ppl perplexity score mcc"
-    " pearson spearman r2 mae rmse bpc bpb error err top hella kappa specificity sensitivity fitness reward".split()
+    " pearson spearman r2 mae rmse bpc bpb error err top hella kappa specificity sensitivity fitness".split()
 )
 _NOISE = set(
     "time eta mem memory speed sec secs second seconds runtime throughput samples sample tokens tok flops tflops mfu"
@@ -75,7 +75,7 @@ _LR_NAMES = set(
 )
 _NORM_NAMES = set(
     "grad gradient gradients grads norm norms total global train training all l2 avg average mean step optim optimizer"
-    " model before unclipped pre clip clipping raw trainer the of l opt norm2 value batch log".split()
+    " model before unclipped pre clip clipping raw trainer the of l g opt norm2 value batch log".split()
 )
 _CAMEL = re.compile(r"(?<=[a-z])(?=[A-Z][a-z])")
 _IN_BRACKETS = re.compile(r"\([^()]*\)|\[[^\[\]]*\]")
@@ -98,8 +98,8 @@ def meaning(key: str, sure: bool = True) -> Meaning | None:
     if not words or len(words) > 9:
         return None
     plain = " ".join(words)
-    if plain in _STEPS:
-        return Meaning("step", _STEPS[plain])
+    if plain in _STEPS or key == "Up.":  # as Marian shortens it; "up" alone is a word
+        return Meaning("step", _STEPS.get(plain, 2))
     if plain in _EPOCHS:
         return Meaning("epoch")
     if plain in _BATCHES:
@@ -127,7 +127,7 @@ def meaning(key: str, sure: bool = True) -> Meaning | None:
             "lossscale",
         )
         return Meaning("loss_scale", len(words)) if named and not bag & (_NOISE - {"factor", "clip"}) else None
-    if "lr" in bag or {"learning", "rate"} <= bag or words[-1] in ("learningrate", "learnrate"):
+    if "lr" in bag or {"learning", "rate"} <= bag or plain == "l r" or words[-1] in ("learningrate", "learnrate"):
         strange = {word for word in bag - _LR_NAMES if not re.fullmatch(r"pg\d*|group\d+|\d+|lr\d+|[a-z]", word)}
         return None if bag & (_NOISE - {"rate", "param"}) or len(strange) > 1 else Meaning("lr")
     return _loss(key, words, bag, plain) or _score(key, words, bag, plain, sure)
@@ -152,7 +152,7 @@ def _norm(words: list[str], bag: set[str]) -> Meaning | None:
     strange = {w for w in bag - _NORM_NAMES - {"clipped", "after", "post", "gnorm", "gradnorm"} if not w.isdigit()}
     if strange or bag & {"max", "min", "param", "weight"}:
         return None
-    if not bag & {"grad", "gradient", "gradients", "grads", "gnorm", "gradnorm", "gradientnorm"}:
+    if not bag & {"grad", "gradient", "gradients", "grads", "gnorm", "gradnorm", "gradientnorm"} and words[0] != "g":
         return Meaning("grad_norm", 3) if bag <= {"norm", "total", "global", "train", "l2"} else None
     return Meaning("clipped_norm" if clipped else "grad_norm", 1 if bag & {"avg", "average", "mean"} else 0)
 
@@ -164,6 +164,8 @@ def _loss(key: str, words: list[str], bag: set[str], plain: str) -> Meaning | No
         return None
     if bag & (_NOISE - {"at", "function"}):
         return Meaning("ignored") if lossy else None
+    if words[-2:] == ["value", "loss"]:  # of a critic
+        return Meaning("losses", 20, key)
     if stripped in _PLAIN_LOSSES or plain in _PLAIN_LOSSES or not stripped:
         order = 1 if stripped in ("loss", "losses") else 4
         if "total" in bag and lossy:
@@ -177,7 +179,11 @@ def _loss(key: str, words: list[str], bag: set[str], plain: str) -> Meaning | No
 def _score(key: str, words: list[str], bag: set[str], plain: str, sure: bool) -> Meaning | None:
     if bag & (_NOISE - {"error", "rate"}) or (not sure and len(words) > 3):
         return None
-    if bag & _EVALUATED or ("metrics" in bag and bag & _SCORES):
+    if (
+        bag & _EVALUATED
+        or (sure and bag & {"reward", "rewards", "return", "rew"})
+        or ("metrics" in bag and bag & _SCORES)
+    ):
         return Meaning("metric", 0, key)
     if bag & _SCORES:
         return Meaning("score", 0, key)

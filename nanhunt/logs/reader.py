@@ -16,6 +16,7 @@ from .entry import Entry
 from .objects import Objects, is_document, of_document, parsed
 from .shapes import Shapes, sample, telling
 from .source import Progress, Source
+from .spellings import plainly
 from .tables import Table, header, is_rule
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|\x1b[()][A-Z0-9]")
@@ -26,6 +27,8 @@ _RANK = re.compile(
     r"|(?:rank|worker|process|gpu)[ _]?(\d+) ?[:|>] ?"
     r"|(\d+): (?=\s*(?:[\[{]|\d{4}-|\|)|.*\b(?:[Ss]tep|[Ii]ter(?:ation)?|[Ee]poch)\b))\s?"
 )
+# A decimal comma behind a name. Where three digits follow it, it may as well part the thousands.
+_COMMA = re.compile(r"(?<=[^\W\d])([)\]\"']?\s*[=:]?\s*[-+]?)(\d+),(\d+)(?![\d.]|,\d|\s*\])")
 _RANK_STARTS = frozenset(" [0123456789rRwWpPgG")
 _KEPT = 5
 
@@ -55,6 +58,7 @@ class Reader:
         self._table: Table | None = None
         self._maybe: Table | None = None
         self._monitor = False
+        self._commas = False  # the log has decimal commas
         self._own_ranks: set[int] = set()
         self._unknown: list[str] = []
         self._doubtful: list[str] = []
@@ -164,6 +168,10 @@ class Reader:
             if row is not None:
                 self._numbers = True
                 return self._entry(row, number, rank, self._table.dialect if self._table else "table")
+        if not text.isascii():
+            text = plainly(text)
+        if "," in text and "." not in text:
+            text = self._with_points(text)
         at = text.find('{"')
         if at >= 0 and text.rstrip().endswith("}"):
             data = parsed(text[at:])
@@ -181,6 +189,13 @@ class Reader:
             elif shape.numbers and not shape.bar:
                 self._wonder(number, text, shape.strange)
         return ()
+
+    def _with_points(self, text: str) -> str:
+        """The line with decimal points for decimal commas, once one stands in the log that can be nothing else."""
+        found = _COMMA.findall(text)
+        if found and not self._commas:
+            self._commas = any(len(after) != 3 or before == "0" for _, before, after in found)
+        return _COMMA.sub(r"\1\2.\3", text) if found and self._commas else text
 
     def _row(self, text: str) -> Entry | None:
         table = self._table or self._maybe

@@ -22,6 +22,29 @@ _GROUPED = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d*)?")
 _SHORT = re.compile(r"([-+]?\d+(?:\.\d*)?)([KkMB%])")
 _FACTORS = {"K": 1e3, "k": 1e3, "M": 1e6, "B": 1e9, "%": 1.0}
 
+_WIDE = str.maketrans({"：": ":", "，": ", ", "；": "; ", "＝": "=", "（": "(", "）": ")", "｜": "|", "－": "-"})  # noqa: RUF001
+_FOREIGN = re.compile("验证集?|驗證集?|検証|训练损失|训练|訓練|损失值?|損失|学习率|學習率|学習率|梯度范数|轮次|步数")
+_IN_ENGLISH = {
+    "验": "val ",
+    "驗": "val ",
+    "検": "val ",
+    "训": "train ",
+    "訓": "train ",
+    "损": "loss",
+    "損": "loss",
+    "学": "lr",
+    "學": "lr",
+    "梯": "grad_norm",
+    "轮": "epoch",
+    "步": "step",
+}
+
+
+def plainly(text: str) -> str:
+    """A line with wide signs, or Chinese or Japanese words for the few quantities, as it would be in English."""
+    text = text.translate(_WIDE)
+    return _FOREIGN.sub(lambda found: "train loss" if found[0] == "训练损失" else _IN_ENGLISH[found[0][0]], text)
+
 
 def number(text: str) -> float | None:
     """The number that a piece of text spells, or None.

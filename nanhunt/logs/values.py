@@ -17,6 +17,7 @@ _TRAIN = re.compile(r"\bTrain(?:ing)?:\s*\[?$")  # of timm and swin, before the 
 _TRAIN_AFTER = re.compile(r"(?:/\d+\])?\s*\[")
 _AVERAGE_LOSS = re.compile(r"\s*\d+: \S+, \S+ avg loss, \S+ rate,")
 _CELLS = re.compile(r"\s*\|\s*([A-Za-z][\w/. ]{0,60}?)\s*\|\s*\S+\s*\|\s*")
+_PRINTED = re.compile(r"\s*tensor\(\[?\s*\S+.{0,60}grad_fn=<\w*Loss")
 _PAIR = re.compile(r"\d+,\s+\d+\]\s+loss", re.I)
 _OF = re.compile(r"/\d+\]")
 _SPOILING = set("time best max min warmup weight target initial worst num number".split())
@@ -38,6 +39,8 @@ def meanings(text: str, tokens: list[re.Match[str]]) -> tuple[list[Meaning | Non
         return [Meaning("step"), Meaning("loss"), None, Meaning("lr"), *([None] * (len(tokens) - 4))], {}
     if len(tokens) == 1 and (cells := _CELLS.fullmatch(text)):  # | loss | 12.5 |
         return [meaning(cells[1])], {}
+    if _PRINTED.match(text):  # tensor(0.5, grad_fn=<NllLossBackward0>)
+        return [Meaning("loss"), *([None] * (len(tokens) - 1))], {}
     last = 0
     for at, token in enumerate(tokens):
         before = text[max(last, token.start() - 160) : token.start()]
@@ -70,6 +73,8 @@ def meanings(text: str, tokens: list[re.Match[str]]) -> tuple[list[Meaning | Non
             what = _leading(text, token)
         elif _TRAIN.search(before) and _TRAIN_AFTER.match(text, token.end()):
             what = Meaning("epoch")
+        elif at == 0 and bare == "[" and after.startswith("]\t"):
+            what = Meaning("step", 9)  # [12]	train-logloss:0.31
         elif bare == "][" and _PLACED.search(text[: token.start()]) and after.startswith("] "):
             what = Meaning("step", 9)
         else:
@@ -108,7 +113,7 @@ def _named(before: str) -> Meaning | None:
         return meaning(quoted[2], True)
     if rest.endswith(("'", '"', "`")):
         rest = rest[:-1]
-    rest = _CLOSED.sub("", rest).rstrip()
+    rest = _CLOSED.sub("", rest).replace("'s ", " ").rstrip()
     key = _KEY.search(rest.rpartition("(")[2] if "(" in rest else rest)
     words = [word for word in key[0].split() if any(map(str.isalnum, word))] if key else []
     if sure and before.endswith(":") and key and rest[: key.start()].endswith(":") and not key[0].startswith(" "):

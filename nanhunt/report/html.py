@@ -5,16 +5,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 
+from ..consensus import Consensus
 from ..errors import UsageError
 from ..finding import PICTURES, Finding
 from ..numerics import fmt
 from ..outline import HOP
+from . import ranks
 from .lines import clean
 from .markup import Markup, dotted, join, tag, text, words
 from .numbers import counts, numbers
+from .ranks import HOW_TO_READ as READ_RANKS
 from .ruler import HOW_TO_READ as READ_RULER
 from .ruler import rulers
-from .sheet import ROOM, advice, collection, document, fitting, frame
+from .sheet import ROOM, advice, collection, document, fitting, frame, size
 from .text import title
 from .trail import HOW_TO_READ as READ_TRAIL
 from .trail import trail
@@ -23,6 +26,7 @@ from .words import hop, is_bad, place, plain
 
 # A page is read by people and sent by mail: what a record holds beyond this stays in the record.
 _TENSORS, _CALLS, _CONTEXT, _LINES = 12, 32, 60, 24
+_NOTES = 24  # files that could not be read, by name
 
 _ELSEWHERE = ("path", "ledger", *PICTURES)  # context that has a place of its own
 
@@ -62,6 +66,22 @@ def pages(findings: Sequence[Finding], titles: Iterable[str] | None = None, *, n
 
 def _in_room(finding: Finding, name: str | None, at: int, room: int) -> Markup:
     return _article(finding, 2, name, at, room=room)
+
+
+def of_ranks(said: Consensus, *, notes: Sequence[str] = ()) -> str:
+    """The verdict over many ranks as one page, with all of them in one picture; `notes` stand below it."""
+    picture = tag(
+        "section",
+        words("h2", "Ranks by step"),
+        words("p", READ_RANKS, class_="how"),
+        ranks.drawing(said),
+        *(words("p", note, class_="quiet") for note in notes[:_NOTES]),
+        words("p", f"and {fmt(len(notes) - _NOTES)} more files", class_="quiet") if len(notes) > _NOTES else None,
+    )
+    if said.verdict is None:
+        return document("No finding", join(tag("nav", words("h1", "No finding")), picture))
+    article = _article(said.verdict, 1, None, room=ROOM - size(picture))
+    return document(title(said.verdict), join(article, picture))
 
 
 def notebook(finding: Finding) -> str:
