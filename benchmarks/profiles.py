@@ -12,8 +12,8 @@ import torch
 from tabulate import tabulate
 
 import nanhunt
-from nanhunt.exponents import SIZE
-from nanhunt.profiler import Profiler
+from nanhunt.precision.exponents import SIZE
+from nanhunt.precision.profiler import Profiler
 
 from . import models, overhead
 from .models import Program

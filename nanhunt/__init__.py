@@ -9,7 +9,8 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .auditing.front import audit as audit
-    from .control import compare as compare
+    from .capsule.replaying import Capsule as Capsule
+    from .capsule.replaying import load_capsule as load_capsule
     from .errors import NanhuntError as NanhuntError
     from .errors import NonFiniteError as NonFiniteError
     from .errors import NonFiniteWarning as NonFiniteWarning
@@ -19,28 +20,27 @@ if TYPE_CHECKING:
     from .finding import Finding as Finding
     from .finding import TensorStats as TensorStats
     from .hunter import hunt as hunt
-    from .likeness import Likeness as Likeness
     from .logs.reading import read_log as read_log
-    from .monitoring import Monitor as Monitor
-    from .profiles import Profile as Profile
-    from .profiling import profile as profile
+    from .monitor.front import Monitor as Monitor
+    from .precision.control import compare as compare
+    from .precision.likeness import Likeness as Likeness
+    from .precision.profiles import Profile as Profile
+    from .precision.profiling import profile as profile
     from .remarks import Remark as Remark
     from .remarks import Remarks as Remarks
-    from .replaying import Capsule as Capsule
-    from .replaying import load_capsule as load_capsule
     from .watcher import Watch as Watch
     from .watching import watch as watch
 
 # Public name -> the file it lives in, loaded when it is first used: importing nanhunt does not import torch.
 _WHERE = {
-    "Capsule": "replaying",
+    "Capsule": "capsule.replaying",
     "Finding": "finding",
-    "Likeness": "likeness",
-    "Monitor": "monitoring",
+    "Likeness": "precision.likeness",
+    "Monitor": "monitor.front",
     "NanhuntError": "errors",
     "NonFiniteError": "errors",
     "NonFiniteWarning": "errors",
-    "Profile": "profiles",
+    "Profile": "precision.profiles",
     "Remark": "remarks",
     "Remarks": "remarks",
     "SymptomError": "errors",
@@ -49,10 +49,10 @@ _WHERE = {
     "UsageError": "errors",
     "Watch": "watcher",
     "audit": "auditing.front",
-    "compare": "control",
+    "compare": "precision.control",
     "hunt": "hunter",
-    "load_capsule": "replaying",
-    "profile": "profiling",
+    "load_capsule": "capsule.replaying",
+    "profile": "precision.profiling",
     "read_log": "logs.reading",
     "watch": "watching",
 }

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .finding import Finding
-    from .steps import Symptom
+    from .symptoms.steps import Symptom
 
 
 class NanhuntError(Exception):
@@ -52,7 +52,7 @@ class SymptomError(RuntimeError):
         self.symptom = symptom
 
     def __str__(self) -> str:
-        from .record import sentence  # the words are loaded when they are wanted
+        from .monitor.record import sentence  # the words are loaded when they are wanted
 
         return sentence(self.symptom)
 

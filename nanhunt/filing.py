@@ -11,7 +11,7 @@ from .options import Options
 from .verdict import Origin
 
 if TYPE_CHECKING:
-    from .catch import Catch
+    from .capsule.catch import Catch
     from .lineage import Keep
     from .observer import Observer
     from .scene import Scene
@@ -34,7 +34,7 @@ class Filing:
         self._folder, self._slim = options.capsule, options.slim
         self._places: set[tuple[str | None, ...]] = set()
         if self._folder is not None:
-            from .catch import Catch  # which a watch without a capsule never needs
+            from .capsule.catch import Catch  # which a watch without a capsule never needs
 
             self.catch = Catch(most=int(options.max_mb * 1e6), ring=options.ring)
 
@@ -69,7 +69,7 @@ class Filing:
         if self._folder is None:
             catch.found = catch.found or parts
             return finding
-        from .capsule import kept
+        from .capsule.writing import kept
 
         self._places.add(place)
         if finding.module is not None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from . import ranks
-from .catch import Catch, Target
+from .capsule.catch import Catch, Target
 from .compiled import dead, has_compiled
 from .errors import NonFiniteError, UsageError, enabled
 from .finding import Finding
@@ -158,7 +158,7 @@ class _Hunt:
     def _with_capsule(self, finding: Finding, run: _Run) -> Finding:
         if run.catch is None or finding.handled is not None:
             return finding
-        from .capsule import kept
+        from .capsule.writing import kept
 
         return kept(
             finding,

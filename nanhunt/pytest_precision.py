@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from .errors import UsageError
-from .figures import LINE
-from .likeness import Likeness
+from .precision.figures import LINE
+from .precision.likeness import Likeness
 
 if TYPE_CHECKING:
     from torch import nn
@@ -51,7 +51,7 @@ def assert_close_precision(
             isinstance(bound, bool) or not isinstance(bound, (int, float)) or not -1 <= bound <= 1
         ):
             raise UsageError(f"{name}={bound!r}: give the least similarity, between -1 and 1, such as {LINE}")
-    from .control import compare
+    from .precision.control import compare
 
     found = compare(model, step, a=a, b=b, **options)
     if not found.calls:  # switched off

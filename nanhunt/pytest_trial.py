@@ -21,8 +21,8 @@ from .report.files import write_whole
 if TYPE_CHECKING:
     from torch import nn
 
-    from .likeness import Likeness
     from .meter import Meter
+    from .precision.likeness import Likeness
     from .roots import Roots
     from .watcher import Watch
 

@@ -17,7 +17,7 @@ from .naming import type_name
 from .verdict import Call, Origin, Rec
 
 if TYPE_CHECKING:
-    from .catch import Catch
+    from .capsule.catch import Catch
     from .judge import Judge
     from .observer import Observer
 

@@ -28,10 +28,10 @@ from .scene import Scene
 from .verdict import Origin
 
 if TYPE_CHECKING:
-    from .monitoring import Monitor
+    from .monitor.front import Monitor
     from .oplevel import OpLevel
-    from .profiler import Profiler
-    from .profiles import Profile
+    from .precision.profiler import Profiler
+    from .precision.profiles import Profile
 
 
 _active: list[Watch] = []
@@ -98,7 +98,7 @@ class Watch:
             self._observer.blind.add("modules left out by only= or skip=: a value may come from one of them")
         self._profiler: Profiler | None = None
         if options.profile:
-            from .profiler import Profiler
+            from .precision.profiler import Profiler
 
             self._profiler = Profiler(
                 model,

@@ -14,14 +14,14 @@ from .compiled import refuse_dead, retrace
 from .errors import UsageError, enabled
 from .filing import Filing
 from .hits import Hits
+from .monitor.terms import options_of
 from .options import OnHit, Options, checked
 from .report.files import MAX_MB
-from .terms import options_of
 from .verdict import KINDS
 from .watcher import Watch
 
 if TYPE_CHECKING:
-    from .catch import Catch
+    from .capsule.catch import Catch
 
 
 class Nothing(Watch):
@@ -170,7 +170,7 @@ def _monitored(
     """The watch with its monitor, which counts the steps as the watch does."""
     if options is None:
         return made
-    from .monitoring import Monitor  # its own follow-up opens watches
+    from .monitor.front import Monitor  # its own follow-up opens watches
 
     try:
         made.monitor = Monitor(model, optimizer, scaler, **options, _number=lambda: made.step)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from nanhunt.course import Course, Curve
-from nanhunt.steps import SYMPTOMS, Step, Symptom
+from nanhunt.symptoms.course import Course, Curve
+from nanhunt.symptoms.steps import SYMPTOMS, Step, Symptom
 
 NAN = math.nan
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from nanhunt.steps import Step
+from nanhunt.symptoms.steps import Step
 
 DATE = "2024-05-01 12:00:00"
 _CARRIED = ("loss", "grad_norm", "lr", "loss_scale")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from nanhunt.steps import Step
+from nanhunt.symptoms.steps import Step
 
 # Where optimizers keep the mean of squares (or their sum) by which an update is divided.
 SECOND_MOMENTS = ("exp_avg_sq", "square_avg", "sum", "max_exp_avg_sq")

@@ -17,7 +17,7 @@ from torch.amp import GradScaler
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from nanhunt.steps import Step
+from nanhunt.symptoms.steps import Step
 
 from .run_records import Opener
 
@@ -32,7 +32,7 @@ class Run:
         name: of the function.
         train: takes a seed and an `Opener`.
         tempts: what is peculiar about it; of a healthy run, which false alarm it invites.
-        symptom: the right one of `nanhunt.steps.SYMPTOMS`, or "none".
+        symptom: the right one of `nanhunt.symptoms.steps.SYMPTOMS`, or "none".
         also: other names that are not wrong either.
         form: what is wrong, finer than the symptom.
         start: the step in which the fault was planted; "bad": the first one with a NaN or Inf in it; "rise": the last

@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from nanhunt.capsule.writing.cargo import Cargo, Room, packed
+from nanhunt.capsule.writing.unpacked import Missing, Unpacked
 from torch import Tensor, nn
 
 import nanhunt
-from nanhunt import batches, bisecting, catch, cli, rebuild, safe_tensors
-from nanhunt.cargo import Cargo, Room, packed
-from nanhunt.unpacked import Missing, Unpacked
+from nanhunt import batches, cli
+from nanhunt.capsule.writing import bisecting, catch, rebuild, safe_tensors
 
 from .hunted import bits
 
@@ -762,7 +763,7 @@ def test_two_processes_that_write_at_once_do_not_meet(tmp_path: pathlib.Path) ->
 
 
 def test_ranks_write_under_their_own_names() -> None:
-    from nanhunt.capsule import _name
+    from nanhunt.capsule.writing import _name
 
     assert _name(nanhunt.Finding(phase="backward", step=12, rank=3, module="a.b")) == "step12.rank3.a.b"
     assert _name(nanhunt.Finding(phase="optimizer", step=1)) == "step1.optimizer"

@@ -20,9 +20,9 @@ from torch.utils import _pytree as pytree
 
 import nanhunt
 from nanhunt.cli import main
-from nanhunt.figures import LINE, Call, Figures
-from nanhunt.likeness import Likeness
-from nanhunt.settings import parse
+from nanhunt.precision.figures import LINE, Call, Figures
+from nanhunt.precision.likeness import Likeness
+from nanhunt.precision.settings import parse
 
 transformers = pytest.importorskip("transformers")
 
@@ -813,7 +813,7 @@ def test_switched_off_it_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_figures_are_what_they_say() -> None:
-    from nanhunt.alike import figures
+    from nanhunt.precision.alike import figures
 
     a = torch.tensor([1.0, 2.0, -4.0, 0.0])
     b = torch.tensor([1.0, 2.5, -4.0, 0.0])
@@ -826,7 +826,7 @@ def test_figures_are_what_they_say() -> None:
 
 
 def test_figures_leave_out_what_is_not_finite_and_name_it() -> None:
-    from nanhunt.alike import figures
+    from nanhunt.precision.alike import figures
 
     inf, nan = math.inf, math.nan
     told = figures(torch.tensor([1.0, inf, 2.0, nan, -inf]), torch.tensor([1.0, inf, nan, 3.0, -inf]), "x")

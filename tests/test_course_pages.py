@@ -13,11 +13,11 @@ import sys
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from nanhunt.course import Course
 from nanhunt.report import course_page, course_text
 from nanhunt.report.course_words import lanes, title
 from nanhunt.report.lines import cells
-from nanhunt.steps import SYMPTOMS, Symptom
+from nanhunt.symptoms.course import Course
+from nanhunt.symptoms.steps import SYMPTOMS, Symptom
 
 from . import browser, test_html
 from .courses import EVIL, NAN, courses, every, flat, healthy, method, sick

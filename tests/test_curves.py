@@ -12,12 +12,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from nanhunt.course import Curve
 from nanhunt.report.curves import Lines, drawing, flags, foot, lane
 from nanhunt.report.dots import Chart, can_show, draw
 from nanhunt.report.extent import Scale, Span, runs, spoilt_stretches, thinned, values
 from nanhunt.report.lines import cells
 from nanhunt.report.paint import painter
+from nanhunt.symptoms.course import Curve
 
 from .courses import NAN, curve, curves, flat
 

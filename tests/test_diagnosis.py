@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanhunt.course import Course
-from nanhunt.diagnosis import Diagnosis
 from nanhunt.errors import UsageError
-from nanhunt.steps import SYMPTOMS, Step, Symptom
+from nanhunt.symptoms.course import Course
+from nanhunt.symptoms.diagnosis import Diagnosis
+from nanhunt.symptoms.steps import SYMPTOMS, Step, Symptom
 
 NAN, INF = math.nan, math.inf
 
@@ -397,8 +397,8 @@ def test_a_step_goes_to_json_and_back() -> None:
 
 
 def test_every_form_has_its_advice() -> None:
-    from nanhunt import breaks, stillness
-    from nanhunt.counsel import ADVICE
+    from nanhunt.symptoms import breaks, stillness
+    from nanhunt.symptoms.counsel import ADVICE
 
     assert set(stillness._FORMS) <= set(ADVICE)
     assert all(ADVICE.values())

@@ -15,7 +15,7 @@ from torch import nn
 
 import nanhunt
 from nanhunt import Monitor, UsageError
-from nanhunt.journal import read
+from nanhunt.monitor.journal import read
 
 from .faulty import Fault
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from nanhunt import journal
 from nanhunt.errors import UsageError
-from nanhunt.journal import Journal, of_rank, read
-from nanhunt.steps import Step
+from nanhunt.monitor import journal
+from nanhunt.monitor.journal import Journal, of_rank, read
+from nanhunt.symptoms.steps import Step
 
 
 def _steps(*numbers: int) -> list[Step]:
@@ -57,7 +57,7 @@ def test_a_killed_process_leaves_whole_lines(tmp_path: Path) -> None:
     """kill -9 in the middle of writing: every line but the last is a step, and the reader takes them all."""
     path = tmp_path / "run.jsonl"
     code = (
-        "import sys\nfrom nanhunt.journal import Journal\nfrom nanhunt.steps import Step\n"
+        "import sys\nfrom nanhunt.monitor.journal import Journal\nfrom nanhunt.symptoms.steps import Step\n"
         f"made = Journal({str(path)!r}, {{}})\n"
         "for n in range(10**9):\n    made.write(Step(step=n, loss=0.5, note='x' * 300))\n"
     )

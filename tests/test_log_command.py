@@ -13,11 +13,11 @@ import sys
 import pytest
 
 from nanhunt import cli
-from nanhunt.course import Course
 from nanhunt.logs import reading
 from nanhunt.report import course_text
 from nanhunt.report.progress import Bar
-from nanhunt.steps import SYMPTOMS
+from nanhunt.symptoms.course import Course
+from nanhunt.symptoms.steps import SYMPTOMS
 
 from . import test_html
 from .courses import method, sick

@@ -21,7 +21,7 @@ from nanhunt.logs.names import meaning
 from nanhunt.logs.reader import Reader
 from nanhunt.logs.reading import read_log, read_ranks
 from nanhunt.logs.spellings import number
-from nanhunt.steps import Step
+from nanhunt.symptoms.steps import Step
 
 from .log_writer import FORMATS, comparable, example
 

@@ -20,7 +20,7 @@ from nanhunt.errors import UsageError
 from nanhunt.logs.reader import Reader
 from nanhunt.logs.reading import read_log, read_ranks
 from nanhunt.logs.source import LONGEST
-from nanhunt.steps import Step
+from nanhunt.symptoms.steps import Step
 
 from .log_writer import FORMATS, example
 

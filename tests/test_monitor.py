@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import nanhunt
 from nanhunt import Monitor, UsageError
-from nanhunt.journal import read
-from nanhunt.steps import Step
+from nanhunt.monitor.journal import read
+from nanhunt.symptoms.steps import Step
 
 DEFER = pytest.mark.parametrize("defer", [False, True], ids=["at once", "as on a device"])
 

@@ -172,7 +172,7 @@ def test_the_model_can_be_copied_pickled_and_saved_while_it_is_monitored() -> No
 
 def test_a_failure_of_ours_is_counted_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Training goes on, and the end says so once."""
-    from nanhunt import draft
+    from nanhunt.monitor import draft
 
     def broken(*args: Any, **kwargs: Any) -> None:
         raise ZeroDivisionError("ours")
@@ -191,7 +191,7 @@ def test_a_file_that_can_no_longer_be_written_is_told_at_the_end(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A full disk ends the file, not the training, and the monitor says so when it is removed."""
-    from nanhunt import journal
+    from nanhunt.monitor import journal
 
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -310,7 +310,7 @@ def test_importing_nanhunt_loads_no_monitor() -> None:
     """`import nanhunt` stays as light as it was."""
     import subprocess
 
-    code = "import sys, nanhunt; sys.exit(any(n in sys.modules for n in ('torch', 'nanhunt.monitoring')))"
+    code = "import sys, nanhunt; sys.exit(any(n in sys.modules for n in ('torch', 'nanhunt.monitor.front')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -21,12 +21,13 @@ from torch.nn.modules import module as nn_module
 from torch.utils.checkpoint import checkpoint
 
 import nanhunt
-from nanhunt import cli, exponents, ledger
+from nanhunt import cli
 from nanhunt.errors import UsageError
-from nanhunt.narrowing import best_scale
-from nanhunt.profiles import ROLES, ModuleProfile, Numbers, Profile
+from nanhunt.precision import exponents, ledger
+from nanhunt.precision.narrowing import best_scale
+from nanhunt.precision.profiles import ROLES, ModuleProfile, Numbers, Profile
+from nanhunt.precision.spectra import CLASSES, Histogram
 from nanhunt.report import heatmap, spectrum
-from nanhunt.spectra import CLASSES, Histogram
 
 from .test_spectra import cast, counted
 
@@ -371,7 +372,7 @@ def test_a_failure_of_the_profile_is_noted_and_ends_nobodys_step(monkeypatch: py
     def fails(*args: Any) -> Any:
         raise RuntimeError("a device of its own")
 
-    monkeypatch.setattr("nanhunt.profiler.count", fails)
+    monkeypatch.setattr("nanhunt.precision.profiler.count", fails)
     model, plain = small(), small()
     profile = nanhunt.profile(model, trained(model), steps=2)
     other = trained(plain)

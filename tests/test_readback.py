@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanhunt.readback import Readback
+from nanhunt.monitor.readback import Readback
 
 TENSORS = {
     "float32": torch.tensor([1.5, float("nan"), float("inf")]),

@@ -14,8 +14,8 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 import nanhunt
-from nanhunt.diagnosis import Diagnosis
-from nanhunt.steps import SYMPTOMS, Step
+from nanhunt.symptoms.diagnosis import Diagnosis
+from nanhunt.symptoms.steps import SYMPTOMS, Step
 
 from . import healthy_runs, sick_runs  # noqa: F401  each lists its runs
 from .run_records import PlainRecorder, Recorder, recording

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanhunt.errors import UsageError
-from nanhunt.scales import Window, window
-from nanhunt.shares import Entries, Moved, Part, infinite, weights
+from nanhunt.monitor.scales import Window, window
+from nanhunt.monitor.shares import Entries, Moved, Part, infinite, weights
 
 
 def _histogram(grads: np.ndarray) -> dict[int, float]:

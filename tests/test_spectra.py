@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanhunt.errors import UsageError
-from nanhunt.exponents import SIZE, count, histogram, stride
-from nanhunt.forecast import forecast
 from nanhunt.numerics import FORMATS
+from nanhunt.precision.exponents import SIZE, count, histogram, stride
+from nanhunt.precision.forecast import forecast
+from nanhunt.precision.spectra import CLASSES, TARGETS, Histogram, class_of, overflows, scaled
 from nanhunt.probe import payload
-from nanhunt.spectra import CLASSES, TARGETS, Histogram, class_of, overflows, scaled
 
 _BITS = {
     torch.float16: torch.int16,

@@ -58,10 +58,10 @@ def run(options: argparse.Namespace) -> int:
     out = options.output or ("compare.html" if options.html else None)
     if out is not None:
         try_file(out)
-    from ..control import compare
     from ..factory import make
-    from ..profiling import forward
-    from ..settings import parse
+    from ..precision.control import compare
+    from ..precision.profiling import forward
+    from ..precision.settings import parse
 
     a, b = parse(options.a, "--a"), parse(options.b, "--b")
     parts = make(options.factory)

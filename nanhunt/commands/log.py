@@ -12,7 +12,7 @@ from ..errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..course import Course
+    from ..symptoms.course import Course
 
 FOUND, USAGE = 1, 2
 

@@ -49,9 +49,9 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         UsageError: for a factory, dtype, scale or file that will not do, with the reason.
     """
+    from ..precision.spectra import scaled, target
     from ..report.delivery import deliver
     from ..report.files import try_file
-    from ..spectra import scaled, target
 
     form = target(options.dtype)
     if options.loss_scale is not None:
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
     if out is not None:
         try_file(out)
     from ..factory import make
-    from ..profiling import forward, profile
+    from ..precision.profiling import forward, profile
 
     parts = make(options.factory)
     step = parts.step

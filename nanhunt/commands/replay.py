@@ -13,7 +13,7 @@ from ..report.lines import clean
 if TYPE_CHECKING:
     from torch import nn
 
-    from ..replaying import Attempt, Capsule
+    from ..capsule.replaying import Attempt, Capsule
 
 REPRODUCED, NOT_REPRODUCED = 0, 3
 
@@ -71,8 +71,8 @@ def run(options: argparse.Namespace) -> int:
     if not enabled():
         raise UsageError("nanhunt is switched off by NANHUNT=0: unset it to replay a capsule")
     from .. import factory
-    from ..ceiling import ceiling
-    from ..replaying import load_capsule
+    from ..capsule.ceiling import ceiling
+    from ..capsule.replaying import load_capsule
     from ..report.text import page
 
     capsule = load_capsule(options.capsule, max_mb=options.max_mb, device=options.device)
@@ -98,7 +98,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _smallest(capsule: Capsule, model: nn.Module | None, dtype: str | None) -> Iterator[str]:
-    from .. import bisecting
+    from ..capsule import bisecting
 
     try:
         yield from bisecting.bisect(capsule, model, dtype=dtype).lines()

@@ -8,9 +8,9 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from ..course import Course
 from ..errors import UsageError
 from ..finding import Finding
+from ..symptoms.course import Course
 
 if TYPE_CHECKING:
     from ..report.ranks import Attempt

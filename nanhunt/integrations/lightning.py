@@ -7,7 +7,7 @@ import sys
 from importlib.util import find_spec
 from typing import Any
 
-from ..steps import Symptom
+from ..symptoms.steps import Symptom
 from .span import Spanned
 
 # The package that is imported -> the one that must be installed. They are the same code twice over, and the classes

@@ -10,10 +10,10 @@ from typing import Any
 from torch import nn
 
 from ..errors import SymptomError, SymptomWarning
-from ..monitoring import Monitor
-from ..record import ON_SYMPTOM, sentence
-from ..steps import Symptom
-from ..terms import checked, options_of
+from ..monitor.front import Monitor
+from ..monitor.record import ON_SYMPTOM, sentence
+from ..monitor.terms import checked, options_of
+from ..symptoms.steps import Symptom
 from .span import bare
 
 _log = logging.getLogger("nanhunt")

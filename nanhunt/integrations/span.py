@@ -26,7 +26,7 @@ from ..watcher import Watch
 from ..watching import watch
 
 if TYPE_CHECKING:
-    from ..monitoring import Monitor
+    from ..monitor.front import Monitor
 
 _ON_HIT = ("raise", "stop", "warn", "record")
 # The options of `watch` that a callback takes under no name of its own.

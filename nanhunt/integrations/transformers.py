@@ -17,9 +17,9 @@ except ImportError as missing:
     ) from missing
 
 from ..finding import Finding
+from ..monitor.record import sentence
 from ..ranks import together
-from ..record import sentence
-from ..steps import Symptom
+from ..symptoms.steps import Symptom
 from .span import Spanned
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..steps import Step
+from ..symptoms.steps import Step
 from .entry import Entry
 from .merging import again, apart, differ, is_sum, merge, step_of
 from .spellings import whole

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..steps import Step
+from ..symptoms.steps import Step
 from .entry import Entry
 
 _ONE_EACH = ("loss", "grad_norm", "clipped_norm", "loss_scale")

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from ..errors import UsageError
-from ..steps import Step
+from ..symptoms.steps import Step
 from .assembly import Assembly
 from .boards import Board, is_board
 from .entry import Entry

@@ -9,10 +9,10 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from ..course import Course
-from ..diagnosis import Diagnosis
 from ..errors import UsageError
-from ..steps import Step
+from ..symptoms.course import Course
+from ..symptoms.diagnosis import Diagnosis
+from ..symptoms.steps import Step
 from .boards import is_board
 from .reader import Reader
 from .source import Progress

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ..figures import LINE, MULTIPLE, Call, Figures
-from ..likeness import Likeness
 from ..numerics import fmt
+from ..precision.figures import LINE, MULTIPLE, Call, Figures
+from ..precision.likeness import Likeness
 from .likeness import BELOW, cosine, facts, gradients, judged, notes, page, thinned, times, title, ulps
 from .likeness import advice as actions
 from .lines import clean, elide

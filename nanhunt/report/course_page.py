@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from ..course import Course
 from ..numerics import fmt
-from ..steps import Symptom
+from ..symptoms.course import Course
+from ..symptoms.steps import Symptom
 from .course_text import page as plain
 from .course_words import (
     curve_name,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 
-from ..course import Course, Curve
-from ..steps import Symptom
+from ..symptoms.course import Course, Curve
+from ..symptoms.steps import Symptom
 from .course_words import (
     curve_name,
     facts,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from ..course import Course, Curve
 from ..numerics import fmt
-from ..steps import Step, Symptom
+from ..symptoms.course import Course, Curve
+from ..symptoms.steps import Step, Symptom
 from .extent import Scale, Span, real, runs, step_text, values
 from .lines import clean, elide
 from .words import known

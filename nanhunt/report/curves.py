@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ..course import Curve
+from ..symptoms.course import Curve
 from .extent import Point, Scale, Span, runs, spoilt_stretches, stairs, step_text, thinned, values
 from .markup import Markup, join, percent, tag, words
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..course import Curve
+from ..symptoms.course import Curve
 from .extent import Point, Scale, Span, runs, spoilt_stretches, stairs, step_text, thinned, values
 from .lines import cells, elide, head
 from .paint import Paint

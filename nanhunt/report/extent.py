@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..course import Curve
 from ..numerics import fmt
+from ..symptoms.course import Curve
 
 _DECADES = 50.0  # largest over smallest: from here on a linear scale would hide the small numbers
 _FLOOR = 0.14  # of a logarithmic scale: room below the smallest number, at whose foot zero stands

@@ -18,7 +18,7 @@ from ..errors import UsageError
 from ..finding import Finding
 
 if TYPE_CHECKING:
-    from ..course import Course
+    from ..symptoms.course import Course
 
 _Record = TypeVar("_Record")
 MAX_MB = 256.0  # of a capsule, unless something else is asked for
@@ -114,7 +114,7 @@ def read_saved(path: str | os.PathLike[str]) -> list[Finding | Course]:
         UsageError: when it holds neither.
         OSError: when it cannot be read.
     """
-    from ..course import Course  # loaded when it is wanted: most files hold findings
+    from ..symptoms.course import Course  # loaded when it is wanted: most files hold findings
 
     read: list[Finding | Course] = []
     for item in _items(path):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ..narrowing import Verdict
 from ..numerics import COMPARED, FORMATS, Format, fmt
-from ..profiles import Profile
+from ..precision.narrowing import Verdict
+from ..precision.profiles import Profile
 from ..ranges import path_of
 from .axis import Axis
 from .lines import clean, elide

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ..figures import LINE, MULTIPLE, Call, Figures, Own
-from ..likeness import Likeness
 from ..numerics import fmt
+from ..precision.figures import LINE, MULTIPLE, Call, Figures, Own
+from ..precision.likeness import Likeness
 from .lines import clean, elide, wrap
 from .table import Column, table
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ..narrowing import Verdict
 from ..numerics import COMPARED, FORMATS, Format, fmt
-from ..profiles import GRADIENTS, ModuleProfile, Numbers, Profile
+from ..precision.narrowing import Verdict
+from ..precision.profiles import GRADIENTS, ModuleProfile, Numbers, Profile
 from ..ranges import path_of
 from .lines import clean, elide, head, wrap
 from .table import Column, table

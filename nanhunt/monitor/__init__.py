@@ -1,0 +1,1 @@
+"""The record of a running training: what is measured at each step, when, and what follows from it."""
