@@ -103,7 +103,7 @@ class Breaks:
         why = "its update was not applied" if held else "one batch, or the run began anew from good weights"
         return dataclasses.replace(
             symptom,
-            cause=f"{symptom.cause} All is finite again from {at(back)} on: {why}.",
+            cause=f"{symptom.cause} All is finite again from {back.at()} on: {why}.",
             advice=ADVICE["one_batch"],
         )
 
@@ -165,8 +165,8 @@ class Breaks:
                 "nan_inf",
                 "metric",
                 step,
-                f"{bad[0]} is {fmt(step.metrics[bad[0]])} at {at(step)} while the training loss is finite.",
-                f"{bad[0]} = {fmt(step.metrics[bad[0]])} at {at(step)}.",
+                f"{bad[0]} is {fmt(step.metrics[bad[0]])} at {step.at()} while the training loss is finite.",
+                f"{bad[0]} = {fmt(step.metrics[bad[0]])} at {step.at()}.",
                 confidence="likely",
             )
         ]
@@ -201,7 +201,7 @@ class Breaks:
                 "nan_inf",
                 "scale_collapse",
                 first,
-                f"The gradients were not finite in {fall.skipped} steps in a row from {at(first)} on, at every loss "
+                f"The gradients were not finite in {fall.skipped} steps in a row from {first.at()} on, at every loss "
                 f"scale{falls}: this is no search for a scale, a real NaN or Inf is made at each step.",
                 f"{fall.skipped} steps skipped in a row, the loss scale{falls or ' lowered each time'}.",
                 "The loss stays finite and the weights stay as they are, because no step is applied."
@@ -243,10 +243,10 @@ class Breaks:
             and first.loss_scale < before.loss_scale
         )
         grew = self._norms_before()
-        where = at(first) if before is None else _between(before, first)
-        cause = f"{what} from {at(first)} on"
+        where = first.at() if before is None else _between(before, first)
+        cause = f"{what} from {first.at()} on"
         if form == "hidden":
-            cause = f"The run is NaN from {at(first)} on: a loss of exactly 0 "
+            cause = f"The run is NaN from {first.at()} on: a loss of exactly 0 "
             cause += "stands for a NaN that the trainer's logging has filtered out, and is no convergence"
         elif form == "from_start":
             cause += ", the first record there is: the weights, the data or the first forward are bad"
@@ -292,7 +292,7 @@ class Breaks:
         first, last = rise.first, rise.last
         ends = ""
         if nan is not None:
-            ends = f" The {_value(nan)} at {at(nan)} is only the end of it."
+            ends = f" The {_value(nan)} at {nan.at()} is only the end of it."
         elif fall is not None and fall.low is not None:
             ends = f" The loss scale fell to {fmt(fall.low)} because the gradients explode: lowering it cannot help."
         norm = ""
@@ -301,9 +301,9 @@ class Breaks:
             norm = f"Gradient norm {fmt(rise.norm)} before, up to {fmt(rise.norm_peak)} in the rise."
             led = ", the gradient norm with it"
         says = {
-            "growth": f"The loss rises from {at(first)} on, from {fmt(rise.level)} to {fmt(rise.peak)}{led}",
-            "level": f"The loss leapt from {fmt(rise.level)} to {fmt(rise.peak)} at {at(first)} and stays up",
-            "slow": f"The loss has been rising slowly since {at(first)}, from {fmt(rise.level)} to {fmt(rise.peak)}",
+            "growth": f"The loss rises from {first.at()} on, from {fmt(rise.level)} to {fmt(rise.peak)}{led}",
+            "level": f"The loss leapt from {fmt(rise.level)} to {fmt(rise.peak)} at {first.at()} and stays up",
+            "slow": f"The loss has been rising slowly since {first.at()}, from {fmt(rise.level)} to {fmt(rise.peak)}",
         }[rise.form]
         lr = max(last.lr) if last.lr else None
         warm = first.lr and rise.before is not None and rise.before.lr and max(first.lr) > max(rise.before.lr) * 1.0001
@@ -314,7 +314,7 @@ class Breaks:
             rise.form,
             first,
             f"{says}: {why} for these gradients, or they are not clipped.{ends}",
-            f"Loss {fmt(rise.level)} before {at(first)}, {fmt(last.loss)} at {at(last)}, {rise.records} records later.",
+            f"Loss {fmt(rise.level)} before {first.at()}, {fmt(last.loss)} at {last.at()}, {rise.records} records later.",
             norm,
             *_history(rise.before, first),
             confidence="certain" if rise.sure or nan is not None else "likely",
@@ -388,21 +388,14 @@ def _history(before: Step | None, first: Step) -> list[str]:
         if step.batch:
             said += f", batch {step.batch}"
         if said:
-            lines.append(f"{word}, at {at(step)}: {said}.")
+            lines.append(f"{word}, at {step.at()}: {said}.")
     return lines
 
 
 def _between(before: Step, first: Step) -> str:
     if before.step is not None and first.step is not None and first.step - before.step > 1:
-        return f"between {at(before)}, which was fine, and {at(first)}"
-    return f"at {at(first)}"
-
-
-def at(step: Step) -> str:
-    """Where a record stands, in words."""
-    if step.step is not None:
-        return f"step {step.step}"
-    return f"line {step.line}" if step.line is not None else "the start"
+        return f"between {before.at()}, which was fine, and {first.at()}"
+    return f"at {first.at()}"
 
 
 def _bad(value: float | None) -> bool:

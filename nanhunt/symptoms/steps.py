@@ -82,6 +82,12 @@ class Step:
     state_dtypes: tuple[str, ...] = ()
     note: str | None = None
 
+    def at(self) -> str:
+        """Its place in the run, in words."""
+        if self.step is not None:
+            return f"step {self.step}"
+        return f"line {self.line}" if self.line is not None else "the start"
+
     def bad(self) -> tuple[str, ...]:
         """What of it is NaN or Inf, by name: of the loss, its parts, the gradient norm and the weights."""
         found = [name for name, value in (("loss", self.loss), ("grad_norm", self.grad_norm)) if _bad(value)]

@@ -197,8 +197,8 @@ class Stillness:
             "no_gradient",
             first,
             last,
-            f"The gradient norm is exactly 0 from {_at(first)} on {why}.",
-            f"Gradient norm 0 in {self._lengths['no_gradient']} records, from {_at(first)} to {_at(last)}.",
+            f"The gradient norm is exactly 0 from {first.at()} on {why}.",
+            f"Gradient norm 0 in {self._lengths['no_gradient']} records, from {first.at()} to {last.at()}.",
             self._way.sentence(),
             confidence="certain",
         )
@@ -213,8 +213,8 @@ class Stillness:
             "tiny",
             first,
             last,
-            f"The gradient norm is below {fmt(_TINY)} from {_at(first)} on while the loss stands: {why}.",
-            f"Gradient norm {fmt(first.grad_norm)} at {_at(first)}, {fmt(last.grad_norm)} at {_at(last)}.",
+            f"The gradient norm is below {fmt(_TINY)} from {first.at()} on while the loss stands: {why}.",
+            f"Gradient norm {fmt(first.grad_norm)} at {first.at()}, {fmt(last.grad_norm)} at {last.at()}.",
             f"Loss scale {fmt(scaled)}." if scaled is not None else "",
             self._way.sentence(),
             confidence="likely",
@@ -228,7 +228,7 @@ class Stillness:
             last,
             f"The gradient norm fell from {fmt(self._usual)} to {fmt(last.grad_norm)} while the loss stands: "
             "the activations have saturated or died.",
-            f"Gradient norm {fmt(first.grad_norm)} at {_at(first)}, {fmt(last.grad_norm)} at {_at(last)}.",
+            f"Gradient norm {fmt(first.grad_norm)} at {first.at()}, {fmt(last.grad_norm)} at {last.at()}.",
             self._way.sentence(),
             confidence="likely",
         )
@@ -243,7 +243,7 @@ class Stillness:
             last,
             f"{last.small_grads:.0%} of the gradients are too small for float16 with {scale}: they lose digits or "
             "become 0.",
-            f"Share of gradients below float16's smallest normal, 6.1e-5: {last.small_grads:.1%} at {_at(last)}"
+            f"Share of gradients below float16's smallest normal, 6.1e-5: {last.small_grads:.1%} at {last.at()}"
             + (f", zeros {last.zero_grads:.1%}." if last.zero_grads is not None else "."),
             self._way.sentence(),
             confidence="certain",
@@ -256,9 +256,9 @@ class Stillness:
             "frozen",
             first,
             last,
-            f"{last.frozen:.1%} of the optimizer's second moments are infinite since {_at(first)}: these weights get "
+            f"{last.frozen:.1%} of the optimizer's second moments are infinite since {first.at()}: these weights get "
             "an update of 0 for ever. A gradient was so large that its square overflowed.",
-            f"Infinite second moments: {first.frozen or 0:.2%} at {_at(first)}, {last.frozen:.2%} at {_at(last)}.",
+            f"Infinite second moments: {first.frozen or 0:.2%} at {first.at()}, {last.frozen:.2%} at {last.at()}.",
             self._way.sentence(),
             confidence="certain",
         )
@@ -286,8 +286,8 @@ class Stillness:
             "dead",
             first,
             last,
-            f"{', '.join(last.dead[:3])}: only zeros come out since {_at(first)}, so no gradient passes through.",
-            f"Zero in every sampled step from {_at(first)} to {_at(last)}.",
+            f"{', '.join(last.dead[:3])}: only zeros come out since {first.at()}, so no gradient passes through.",
+            f"Zero in every sampled step from {first.at()} to {last.at()}.",
             self._way.sentence(),
             confidence="likely",
         )
@@ -301,7 +301,7 @@ class Stillness:
             last,
             f"{last.faint:.0%} of the weights have gradients a million times smaller than the rest: they are not "
             "trained, the gradient dies on its way back to them.",
-            f"Share of such weights: {first.faint or 0:.0%} at {_at(first)}, {last.faint:.0%} at {_at(last)}; gradient "
+            f"Share of such weights: {first.faint or 0:.0%} at {first.at()}, {last.faint:.0%} at {last.at()}; gradient "
             f"norm of all weights {fmt(last.grad_norm)}.",
             self._way.sentence(),
             confidence="likely",
@@ -318,7 +318,7 @@ class Stillness:
             f"The weights are {dtype}, and {last.lost_updates:.0%} of the updates are below half an ulp of their "
             "weight: they are rounded away.",
             f"Weights that an update did not change although their gradient was not 0: {last.lost_updates:.0%} at "
-            f"{_at(last)}.",
+            f"{last.at()}.",
             f"Learning rate {fmt(max(last.lr))}." if last.lr else "",
             self._way.sentence(),
             confidence="certain",
@@ -333,8 +333,8 @@ class Stillness:
             f"An update changes the weights by {fmt(last.update_ratio)} of their size only: the learning rate"
             + (f" ({fmt(max(last.lr))})" if last.lr else "")
             + " is far too small.",
-            f"Size of an update over that of the weights: {fmt(first.update_ratio)} at {_at(first)}, "
-            f"{fmt(last.update_ratio)} at {_at(last)}; about 1e-3 is usual.",
+            f"Size of an update over that of the weights: {fmt(first.update_ratio)} at {first.at()}, "
+            f"{fmt(last.update_ratio)} at {last.at()}; about 1e-3 is usual.",
             self._way.sentence(),
             confidence="likely",
         )
@@ -347,7 +347,7 @@ class Stillness:
             last,
             f"Clipping leaves {fmt(last.clipped_norm)} of a gradient norm of {fmt(last.grad_norm)}: next to nothing "
             "reaches the weights.",
-            f"Gradient norm {fmt(first.grad_norm)} at {_at(first)}, after clipping {fmt(first.clipped_norm)}.",
+            f"Gradient norm {fmt(first.grad_norm)} at {first.at()}, after clipping {fmt(first.clipped_norm)}.",
             self._way.sentence(),
             confidence="likely",
         )
@@ -358,7 +358,7 @@ class Stillness:
             "no_lr",
             first,
             last,
-            f"The learning rate is 0 from {_at(first)} on: nothing is trained"
+            f"The learning rate is 0 from {first.at()} on: nothing is trained"
             + (", though the run goes on: the schedule is over." if self._way.lr_most else "."),
             f"Learning rate 0 in {self._lengths['no_lr']} records.",
             self._way.sentence(),
@@ -387,9 +387,3 @@ _FORMS = {
 
 # Those that show in numbers which every record may have.
 _EVERY_STEP = ("no_gradient", "tiny", "saturated", "clipped_before_unscale", "no_lr", "clipped_to_nothing")
-
-
-def _at(step: Step) -> str:
-    if step.step is not None:
-        return f"step {step.step}"
-    return f"line {step.line}" if step.line is not None else "the start"
