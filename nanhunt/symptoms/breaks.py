@@ -314,7 +314,7 @@ class Breaks:
             rise.form,
             first,
             f"{says}: {why} for these gradients, or they are not clipped.{ends}",
-            f"Loss {fmt(rise.level)} before {first.at()}, {fmt(last.loss)} at {last.at()}; {rise.records} records of it.",
+            f"Loss {fmt(rise.level)} before {first.at()}, {fmt(last.loss)} at {last.at()} ({rise.records} records).",
             norm,
             *_history(rise.before, first),
             confidence="certain" if rise.sure or nan is not None else "likely",
