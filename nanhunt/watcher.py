@@ -98,15 +98,9 @@ class Watch:
             self._observer.blind.add("modules left out by only= or skip=: a value may come from one of them")
         self._profiler: Profiler | None = None
         if options.profile:
-            from .precision.profiler import Profiler
+            from .precision.profiler import beside
 
-            self._profiler = Profiler(
-                model,
-                wanted=options.looked_at(model),
-                every=options.every,
-                backward=options.backward,
-                failed=self._failed,
-            )
+            self._profiler = beside(model, options, self._failed)
         self._attach()
 
     def _trace(self, names: Names) -> None:
@@ -128,8 +122,13 @@ class Watch:
         return self._model()
 
     @property
+    def verdict(self) -> Finding | None:
+        """What the ranks have agreed on, where several train together and one has met a fault."""
+        return self._among.verdict
+
+    @property
     def finding(self) -> Finding | None:
-        return self._among.verdict or self._hits.first
+        return self.verdict or self._hits.first
 
     @property
     def findings(self) -> list[Finding]:

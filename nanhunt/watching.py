@@ -35,6 +35,10 @@ class Nothing(Watch):
         self._filing = Filing(options, self.errors.append)
 
     @property
+    def verdict(self) -> None:
+        return None
+
+    @property
     def finding(self) -> None:
         return None
 

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 import torch
-from nanhunt.capsule.writing.cargo import Cargo, Room, packed
-from nanhunt.capsule.writing.unpacked import Missing, Unpacked
 from torch import Tensor, nn
 
 import nanhunt
 from nanhunt import batches, cli
-from nanhunt.capsule.writing import bisecting, catch, rebuild, safe_tensors
+from nanhunt.capsule import bisecting, catch, rebuild, safe_tensors
+from nanhunt.capsule.cargo import Cargo, Room, packed
+from nanhunt.capsule.unpacked import Missing, Unpacked
 
 from .hunted import bits
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import nanhunt
 from nanhunt import cli
-from nanhunt.capsule.writing import op_list, rebuild, rehearsal, running, safe_tensors
+from nanhunt.capsule import op_list, rebuild, rehearsal, running, safe_tensors
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 

@@ -179,7 +179,7 @@ class Span:
                 running.__exit__(type(error), error, error.__traceback__)
         finally:
             self._gather()
-            verdict = running._among.verdict and self._of_trainer(running._among.verdict)
+            verdict = running.verdict and self._of_trainer(running.verdict)
             if verdict is not None and (self.finding is None or (self.finding.step or 0) >= (verdict.step or 0)):
                 self.finding = verdict
             if error is not None:

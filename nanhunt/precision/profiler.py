@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from .. import frames, hooks, internals, probe
 from ..compiled import is_compiled
 from ..naming import Names, type_name
+from ..options import Options
 from .exponents import count
 from .ledger import Ledger, Row
 from .profiles import ModuleProfile, Profile
@@ -343,3 +344,14 @@ def _empty(tensor: Tensor) -> bool:
         return tensor.numel() == 0 or tensor._is_zerotensor()
     except RuntimeError:
         return False
+
+
+def beside(model: nn.Module, options: Options, failed: Callable[[Exception], None]) -> Profiler:
+    """The profiler that goes along with a watch, and looks at what the watch looks at."""
+    return Profiler(
+        model,
+        wanted=options.looked_at(model),
+        every=options.every,
+        backward=options.backward,
+        failed=failed,
+    )
