@@ -715,7 +715,7 @@ def test_warnings_as_errors_do_not_let_it_out(tmp_path: pathlib.Path, monkeypatc
 WRITER = """
 import sys, torch, nanhunt
 from torch import nn
-from nanhunt import safe_tensors
+from nanhunt.capsule import safe_tensors
 class Half(nn.Module):
     def forward(self, x): return x / 0
 write = safe_tensors.write

@@ -400,7 +400,8 @@ def test_what_would_move_the_cursor_is_shown_instead(folder: pathlib.Path, capsy
 MEASURED = """
 import sys
 import nanhunt
-from nanhunt import cli, replaying, bisecting  # what a replay loads
+from nanhunt import cli
+from nanhunt.capsule import replaying, bisecting  # what a replay loads
 import torch
 torch.zeros(10)
 most = lambda: int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) / 1024
