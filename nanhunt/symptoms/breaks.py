@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 from ..numerics import fmt
-from .counsel import ADVICE
+from . import counsel
 from .rises import Rise, Rises
 from .scale_course import Fall, ScaleCourse
 from .steps import Step, Symptom
@@ -104,7 +104,7 @@ class Breaks:
         return dataclasses.replace(
             symptom,
             cause=f"{symptom.cause} All is finite again from {back.at()} on: {why}.",
-            advice=ADVICE["one_batch"],
+            advice=counsel.ADVICE["one_batch"],
         )
 
     # --- what may have happened ---------------------------------------------------------------------------
@@ -333,18 +333,15 @@ class Breaks:
         before: Step | None = None,
         seen: Step | None = None,
     ) -> Symptom:
-        made = Symptom(
-            name=name,
-            form=form,
-            step=first.step,
-            line=first.line,
-            cause=cause,
-            advice=ADVICE[form],
-            evidence=tuple(line for line in evidence if line),
+        made = counsel.symptom(
+            name,
+            form,
+            first,
+            cause,
+            evidence,
             confidence=confidence,
             before=before if before is not None else self._healthy,
-            first=first,
-            seen=(seen or first).step,
+            seen=seen or first,
         )
         self._told.setdefault(name, made)
         return made

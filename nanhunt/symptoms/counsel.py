@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from .steps import Step, Symptom
+
 _HUNT = (
     "Run the step that fails under nanhunt.hunt, or the steps before it under nanhunt.watch: they name the operation."
 )
@@ -140,3 +144,30 @@ ADVICE: dict[str, tuple[str, ...]] = {
         "Then fix the seed and enlarge the validation set.",
     ),
 }
+
+
+def symptom(
+    name: str,
+    form: str,
+    first: Step,
+    cause: str,
+    evidence: Iterable[str],
+    *,
+    confidence: str,
+    seen: Step,
+    before: Step | None = None,
+) -> Symptom:
+    """A symptom that begins with the record `first`, with the advice for its form; empty sentences are left out."""
+    return Symptom(
+        name=name,
+        form=form,
+        step=first.step,
+        line=first.line,
+        cause=cause,
+        advice=ADVICE[form],
+        evidence=tuple(line for line in evidence if line),
+        confidence=confidence,
+        before=before,
+        first=first,
+        seen=seen.step,
+    )

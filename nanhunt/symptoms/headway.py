@@ -6,7 +6,7 @@ import math
 from collections import deque
 
 from ..numerics import fmt
-from .counsel import ADVICE
+from . import counsel
 from .levels import median, noise
 from .steps import Step, Symptom
 
@@ -127,17 +127,14 @@ class Headway:
         form = "low_precision_state" if low else "plateau"
         rate = f"Learning rate up to {fmt(self.lr_most)}." if self.lr_most else ""
         return [
-            Symptom(
-                name="non_convergence",
-                form=form,
-                step=self._first.step,
-                line=self._first.line,
-                cause=f"Over {self.records} records {why}.",
-                advice=ADVICE[form],
-                evidence=tuple(line for line in (self.sentence(), rate) if line),
+            counsel.symptom(
+                "non_convergence",
+                form,
+                self._first,
+                f"Over {self.records} records {why}.",
+                (self.sentence(), rate),
                 confidence="likely" if still or low else "possible",
-                first=self._first,
-                seen=self._last.step,
+                seen=self._last,
             )
         ]
 

@@ -6,7 +6,7 @@ import math
 from collections import deque
 
 from ..numerics import fmt
-from .counsel import ADVICE
+from . import counsel
 from .headway import LOW, Headway
 from .levels import median
 from .steps import Step, Symptom
@@ -172,18 +172,7 @@ class Stillness:
     def _symptom(
         self, name: str, form: str, first: Step, last: Step, cause: str, *evidence: str, confidence: str
     ) -> Symptom:
-        return Symptom(
-            name=name,
-            form=form,
-            step=first.step,
-            line=first.line,
-            cause=cause,
-            advice=ADVICE[form],
-            evidence=tuple(line for line in evidence if line),
-            confidence=confidence,
-            first=first,
-            seen=last.step,
-        )
+        return counsel.symptom(name, form, first, cause, evidence, confidence=confidence, seen=last)
 
     def _say_no_gradient(self, first: Step, last: Step) -> Symptom:
         idle = bool(last.lr) and not any(last.lr) and self._way.lr_most == 0.0

@@ -8,7 +8,7 @@ import re
 from statistics import mean
 
 from ..numerics import fmt
-from .counsel import ADVICE
+from . import counsel
 from .levels import median, noise
 from .steps import Step, Symptom
 
@@ -108,20 +108,17 @@ class Wobble:
         first, last = late[0][0], late[-1][0]
         values = [value for _, value, _ in late]
         return [
-            Symptom(
-                name="metric_fluctuation",
-                form=form,
-                step=first.step,
-                line=first.line,
-                cause=f"{name} jumps by {fmt(size)} from one evaluation to the next, about a level of {fmt(level)}, "
+            counsel.symptom(
+                "metric_fluctuation",
+                form,
+                first,
+                f"{name} jumps by {fmt(size)} from one evaluation to the next, about a level of {fmt(level)}, "
                 f"and has no trend: {why}.",
-                advice=ADVICE[form],
-                evidence=(
+                (
                     f"The last values of {name}: {', '.join(fmt(value) for value in values[-6:])}.",
                     f"Between {fmt(min(values))} and {fmt(max(values))} over {len(values)} evaluations.",
                 ),
                 confidence="likely" if size > 1.5 * _SHARE * level or form != "jumps" else "possible",
-                first=first,
-                seen=last.step,
+                seen=last,
             )
         ]
