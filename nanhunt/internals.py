@@ -112,6 +112,15 @@ def unseen_by_modes() -> Iterator[None]:
         yield
 
 
+def unseen(look: Callable[..., Any], *args: Any) -> Any:
+    """What `look` gives, without a mode of the user, or a subclass's way with calls, seeing its ops."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if foreign_modes():
+            with unseen_by_modes():
+                return look(*args)
+        return look(*args)
+
+
 def take_mode_off(mode: Any) -> None:
     """Take a dispatch mode off the stack, also when others were put on it since."""
     pop, push = getattr(_python_dispatch, "_pop_mode", None), getattr(_python_dispatch, "_push_mode", None)

@@ -170,11 +170,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _quiet(self, look: Callable[..., Any], *args: Any) -> Any:
         """Look at tensors so that no other mode, the user's, sees it; a failure is counted."""
         try:
-            with torch._C.DisableTorchFunctionSubclass():
-                if internals.foreign_modes():
-                    with internals.unseen_by_modes():
-                        return look(*args)
-                return look(*args)
+            return internals.unseen(look, *args)
         except Exception as failure:
             self._failed(failure)
             return None

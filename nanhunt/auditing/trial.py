@@ -100,11 +100,7 @@ class Trial:
     def quiet(self, look: Callable[..., Any], *args: Any) -> Any:
         """Look without being seen by other modes; a failure is noted and the program goes on."""
         try:
-            with torch._C.DisableTorchFunctionSubclass():
-                if internals.foreign_modes():
-                    with internals.unseen_by_modes():
-                        return look(*args)
-                return look(*args)
+            return internals.unseen(look, *args)
         except Exception as failure:
             if len(self.failures) < _MOST_FAILURES:
                 self.failures.append(f"{type(failure).__name__}: {failure}")
